@@ -5,9 +5,9 @@
 
 Of a RUN (its run_dir) the settings are those it had: prompts, template, reward, engine; key=value
 changes them. Without one they are composed as those of a training. evaluation.responses_per_prompt,
-evaluation.temperature and evaluation.pass_at=[1,8,64] say what is asked; rollout.tensor processes
+evaluation.temperature and evaluation.pass_at=[1,8,64] set what is sampled; rollout.tensor processes
 form one engine, and engines share the prompts. The engine has the device alone:
-rollout.gpu_memory_utilization=0.9. Started again, the same command asks what is not answered yet.
+rollout.gpu_memory_utilization=0.9. A restarted command samples only what is missing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Collective: reads and checks what the user gave, builds the engine, asks and reports."""
+    """Collective: reads and checks what the user gave, builds the engine, samples and reports."""
     # Deferred: importing torch takes seconds, which --help does not need.
     from megatron_rl.runtime.launch import configure_logging, start
 

@@ -4,7 +4,7 @@
 
 The same words as the trainer's, above all the same ``run_dir``, where the server registers. It gets
 its weights from the trainer, serves for as long as this command runs, and may come and go while the
-trainer works. Which GPUs it takes is said by CUDA_VISIBLE_DEVICES; it needs ``rollout.tensor *
+trainer works. CUDA_VISIBLE_DEVICES selects its GPUs; it needs ``rollout.tensor *
 rollout.pipeline`` of them.
 """
 

@@ -23,11 +23,11 @@ from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config import method as schema
 from megatron_rl.config.load import conf_dir
-from megatron_rl.config.method import ESTIMATORS, MethodConfig
-from megatron_rl.config.pieces import Choices, Named, Piece
-from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.knobs import Choices, Named, Piece
+from megatron_rl.loss import Method, ResponseBatch, TokenBatch, choices
+from megatron_rl.loss.config import ESTIMATORS, MethodConfig
 from megatron_rl.signals import signals_of
 from tools.claim_checks import Claim, Outcome, overall
 from tools.claims import tried
@@ -35,12 +35,12 @@ from tools.claims import tried
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "examples" / "methods"
 CHOICES = (
-    ("estimator", schema.ESTIMATORS),
-    ("shaping", schema.SHAPERS),
-    ("token_shaping", schema.TOKEN_SHAPERS),
-    ("policy_loss", schema.POLICY_LOSSES),
-    ("aggregate", schema.AGGREGATIONS),
-    ("kl.weights", schema.KL_WEIGHTS),
+    ("estimator", choices.ESTIMATORS),
+    ("shaping", choices.SHAPERS),
+    ("token_shaping", choices.TOKEN_SHAPERS),
+    ("policy_loss", choices.POLICY_LOSSES),
+    ("aggregate", choices.AGGREGATIONS),
+    ("kl.weights", choices.KL_WEIGHTS),
 )
 ORDER = ("formula", "paper", "depends on", "reduces to", "choices", "released code")
 
@@ -105,10 +105,13 @@ def shown(value: object) -> str:
 
 def defaults_of(table: Choices) -> Iterator[tuple[str, str]]:
     """The choices of a table with their knobs and defaults; those without knobs in one row."""
-    plain = [name for name, choice in table.items() if set(choice.model_fields) == {"name"}]
-    for name, choice in table.items():
-        fields = [(knob, info) for knob, info in choice.model_fields.items() if knob != "name"]
-        if fields:
+    plain = []
+    for name in table:
+        knobs_of = table.schema(name).model_fields.items()
+        fields = [(knob, info) for knob, info in knobs_of if knob != "name"]
+        if not fields:
+            plain.append(name)
+        else:
             yield name, ", ".join(f"`{knob}` {default_text(info)}" for knob, info in fields)
     yield ", ".join(plain), ""
 

@@ -1,5 +1,4 @@
-"""A signal: the mean reward of earlier steps, and an estimator that reads it. The page:
-signal.md."""
+"""A signal, the mean reward of earlier steps, and who reads it. The page: signal.md."""
 
 from collections.abc import Mapping
 from typing import Any

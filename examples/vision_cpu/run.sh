@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained model that sees, on two CPU cores: environment, tasks and toy Qwen2.5-VL (kept in .work/), training, a picture
+# From nothing to a trained vision-language model, on two CPU cores: environment, tasks and toy Qwen2.5-VL (kept in .work/), training, a picture
 # of prompts with the answers before and after. Arguments are overrides:
 #   bash examples/vision_cpu/run.sh run_dir=runs/mine seed=2 trainer.num_steps=4 method=durian
 set -euo pipefail

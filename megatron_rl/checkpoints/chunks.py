@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 Range = tuple[int, int]  # begin and end, as in Python's range
-Rectangle = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, first element
+_Rectangle = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, first element
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ArrayLocation:
-    """Where the elements of a rank's tensor belong in the array ``key``.
+    """The place of a rank's tensor in the array ``key`` of a checkpoint.
 
     ``may_differ``: the array of the checkpoint may have another shape (a vocabulary padded for
     another layout); what it lacks is zero.
@@ -82,7 +82,7 @@ class ArrayLocation:
         return count
 
 
-def rectangles(sizes: Sequence[int], start: int, end: int) -> list[Rectangle]:
+def rectangles(sizes: Sequence[int], start: int, end: int) -> list[_Rectangle]:
     """The elements ``[start, end)`` of a flattened array as rectangles, in order: at most two a
     dimension, less one.
 
@@ -101,17 +101,17 @@ def rectangles(sizes: Sequence[int], start: int, end: int) -> list[Rectangle]:
     last = end // row
     if first > last:  # within one row
         return _in_row(sizes, last, start, end)
-    before: list[Rectangle] = []
+    before: list[_Rectangle] = []
     if start < first * row:
         before = _in_row(sizes, first - 1, start, first * row)
-    whole: list[Rectangle] = []
+    whole: list[_Rectangle] = []
     if first < last:
         zeros = (0,) * len(inner)
         whole = [((first, *zeros), (last - first, *inner), first * row)]
     return before + whole + _in_row(sizes, last, last * row, end)
 
 
-def _in_row(sizes: Sequence[int], index: int, start: int, end: int) -> list[Rectangle]:
+def _in_row(sizes: Sequence[int], index: int, start: int, end: int) -> list[_Rectangle]:
     """``rectangles`` where all elements are in row ``index`` of the first dimension."""
     begin = index * math.prod(sizes[1:])
     inner = rectangles(sizes[1:], start - begin, end - begin)
@@ -119,8 +119,8 @@ def _in_row(sizes: Sequence[int], index: int, start: int, end: int) -> list[Rect
 
 
 def even_ranges(lengths: Sequence[int], count: int) -> list[dict[int, Range]]:
-    """For each tensor, which range of it each of ``count`` ranks takes, by rank in order; ranks
-    that take nothing of it are left out. Lengths in elements.
+    """Even shares of several tensors: for each tensor, the range that each of ``count`` ranks
+    takes; ranks that take nothing of it are left out. Lengths in elements.
 
     The tensors are thought of as one long row, cut into equal parts: most tensors go to one rank
     whole, and parts differ by one element at most.

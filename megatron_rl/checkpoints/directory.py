@@ -20,7 +20,7 @@ from megatron_rl.runtime.digest import file_digest
 
 MANIFEST = "manifest.json"
 PARTIAL = ".tmp-partial"
-REPLACED = ".tmp-replaced"
+_REPLACED = ".tmp-replaced"
 STEP = re.compile(r"step_(\d{6,})")
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def publish(path: Path) -> None:
 
 def _give_name(path: Path) -> None:
     partial = path.with_name(path.name + PARTIAL)
-    replaced = path.with_name(path.name + REPLACED)
+    replaced = path.with_name(path.name + _REPLACED)
     # A folder cannot be renamed onto one that has files. A writer that dies between the two renames
     # leaves no folder of this name: ``clean`` gives the older one its name back.
     if path.exists():
@@ -253,8 +253,8 @@ def clean(root: Path) -> list[Path]:
     """
     removed = []
     # First what was put aside, then what was half written: the order in which ``publish`` renames.
-    for replaced in sorted(root.glob(f"*{REPLACED}")):
-        path = replaced.with_name(replaced.name.removesuffix(REPLACED))
+    for replaced in sorted(root.glob(f"*{_REPLACED}")):
+        path = replaced.with_name(replaced.name.removesuffix(_REPLACED))
         if path.exists():
             shutil.rmtree(replaced)
             removed.append(replaced)

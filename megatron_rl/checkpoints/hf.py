@@ -37,7 +37,7 @@ COMPANIONS = (
     "*preprocessor_config.json",
 )
 # As safetensors names them. Numbers of 8 bits mean nothing without their scales.
-FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_NAMES_SHOWN = 4
 
 
@@ -114,10 +114,10 @@ def check_headers(files: Mapping[str, Path]) -> None:
                         " both again from the model"
                     )
                 dtype = file.get_slice(name).get_dtype()
-                if dtype not in FLOATS:
+                if dtype not in _FLOATS:
                     raise ValueError(
                         f"model.path: {path}: tensor {name} is {dtype}, not a float of 16 bits or"
-                        f" more ({', '.join(FLOATS)}); quantized weights are not supported, give"
+                        f" more ({', '.join(_FLOATS)}); quantized weights are not supported, give"
                         " the model before quantization"
                     )
 

@@ -7,39 +7,25 @@ needs.
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import warnings
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoints import nemo_format
-from megatron_rl.checkpoints.safe_load import SafeReader
+from megatron_rl.checkpoints.chunks import ArrayLocation, Box
+from megatron_rl.checkpoints.part_reader import PartReader
+from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings, saved_bytes
+from megatron_rl.checkpoints.receipt import from_json, receipt_path
+from megatron_rl.checkpoints.safe_load import INDEX, SafeReader
+from megatron_rl.checkpoints.sealing import index
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -51,7 +37,6 @@ from megatron_rl.models.parameter_map import (
     model_parameters,
     parameter_slices,
     shards,
-    slices,
     tensor_slices,
 )
 
@@ -63,11 +48,11 @@ BACKEND = {
 }
 # Norms are stored under their fused names. In front of experts Transformer Engine does not fuse,
 # while megatron's own layers look for the fused name there too: that norm is stored under both.
-STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
-BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
+_STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
+_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
 # Modules that carry an (empty) state of Transformer Engine, which megatron's loader looks for;
 # experts' names have no prefix.
-STATEFUL = (
+_STATEFUL = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
     "self_attention.q_layernorm",
@@ -97,7 +82,7 @@ class LayerTensor:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the arrays that it is written to."""
+        """Keys of the arrays that it is written to."""
         if self.both:
             return self.key, self.other_key
         return (self.key,)
@@ -105,7 +90,7 @@ class LayerTensor:
     @property
     def stateful(self) -> bool:
         name = self.parameter.slot.megatron
-        return name.removesuffix(".weight") in STATEFUL or (self.both and name == BEFORE_EXPERTS)
+        return name.removesuffix(".weight") in _STATEFUL or (self.both and name == _BEFORE_EXPERTS)
 
     @property
     def state_key(self) -> str:
@@ -115,12 +100,13 @@ class LayerTensor:
         of = ".".join(map(str, self.extent or (1,)))
         return f"{self.key.removesuffix('.weight')}._extra_state/shard_{at}_{of}"
 
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        # Of the array ``[layers, experts, ...]``: one layer, one expert, and all of what follows.
+    def location(self, key: str, dtype: torch.dtype) -> ArrayLocation:
+        """Its place in the array ``[layers, experts, ...]``: one layer, one expert, and all of what
+        follows."""
         zeros = (0,) * len(self.shape)
         ones = (1,) * len(self.place)
-        return ChunkStorageMetadata(torch.Size(self.place + zeros), torch.Size(ones + self.shape))
+        box = Box(self.place + zeros, ones + self.shape)
+        return ArrayLocation(key, self.extent + self.shape, dtype, (box,))
 
 
 def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
@@ -132,8 +118,8 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             yield LayerTensor(parameter, name, name, (), (), shape)
         elif parameter.expert is None:
             own = f"decoder.layers.{name}"
-            fused = f"decoder.layers.{STORED_NAMES.get(name, name)}"
-            both = name == BEFORE_EXPERTS and arch.num_experts > 0
+            fused = f"decoder.layers.{_STORED_NAMES.get(name, name)}"
+            both = name == _BEFORE_EXPERTS and arch.num_experts > 0
             keys = (fused, own)  # the first is the one that is written, and looked for first
             if both:
                 keys = (own, fused)
@@ -167,70 +153,6 @@ def to_hf(item: LayerTensor, arch: Architecture, whole: Tensor) -> dict[str, Ten
     return tensors
 
 
-class _LayerPlanner(SavePlanner):
-    """Plans every item as a chunk of its array.
-
-    A chunk is made when it is written, and then dropped.
-    """
-
-    def __init__(
-        self,
-        arch: Architecture,
-        dtype: Callable[[LayerTensor], torch.dtype],
-        produce: Callable[[LayerTensor], Tensor],
-        prefix: str,
-    ) -> None:
-        self.arch = arch
-        self.dtype = dtype
-        self.produce = produce
-        self.prefix = prefix
-        self.layer_tensors: dict[tuple[str, torch.Size], LayerTensor] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None: ...
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for item in layer_tensors(self.arch, self.arch.vocab_size):
-            size = torch.Size(item.extent + item.shape)
-            data = TensorWriteData(
-                chunk=item.chunk,
-                properties=TensorProperties(dtype=self.dtype(item)),
-                size=size,
-            )
-            for key in item.keys:
-                self.layer_tensors[self.prefix + key, item.chunk.offsets] = item
-                items.append(
-                    WriteItem(
-                        MetadataIndex(self.prefix + key, item.chunk.offsets),
-                        WriteItemType.SHARD,
-                        tensor_data=data,
-                    )
-                )
-            if item.stateful:
-                name = self.prefix + item.state_key
-                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return torch_checkpoint.default_planner.create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            # The state of a module that has none: Transformer Engine keeps one for FP8 only.
-            stored = io.BytesIO()
-            torch.save([None], stored)
-            return stored
-        assert write_item.tensor_data is not None and write_item.index.offset is not None
-        item = self.layer_tensors[write_item.index.fqn, write_item.index.offset]
-        # With an axis of 1 in front for the layer, and one for the expert, where there are any.
-        return self.produce(item).view(write_item.tensor_data.chunk.sizes)
-
-
 def write(
     path: Path,
     arch: Architecture,
@@ -240,53 +162,29 @@ def write(
 ) -> None:
     """Writes a checkpoint of weights into the directory ``path``.
 
-    ``produce(item)``, of ``dtype(item)``, is called when the item is written (twice if it is stored
-    twice); what it raises comes out as it was raised. Every key begins with ``prefix``.
+    ``produce(item)``, of ``dtype(item)``, is called in the order of the model. Every key begins
+    with ``prefix``.
     """
-    writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
-    planner = _LayerPlanner(arch, dtype, produce, prefix)
-    with warnings.catch_warnings():
-        # Of torch, about writing in one process, which is meant.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # a BaseException around the true one
-            raise error.failures[0][0] from error
+    items = list(layer_tensors(arch, arch.vocab_size))
+    num_bytes = sum(math.prod(item.shape) * dtype(item).itemsize for item in items)
+    writer = PartWriter(path, 0, num_bytes, Settings(threads=1, pinned=False, blocks=2), Memory())
+    try:
+        for item in items:
+            places = [item.location(prefix + key, dtype(item)) for key in item.keys]
+            writer.copy(produce(item).view(-1), 0, places)
+            if item.stateful:
+                # The state of a module that has none: Transformer Engine keeps one for FP8 only.
+                writer.add_object(prefix + item.state_key, saved_bytes([None]))
+    finally:
+        writer.close()
+        writer.join()
+    if writer.error is not None:
+        raise writer.error
+    receipt = receipt_path(path, 0)
+    (path / INDEX).write_bytes(pickle.dumps(index(from_json(receipt.read_bytes()).stored)))
+    receipt.unlink()
     torch.save({}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
-
-
-class _RegionPlanner(LoadPlanner):
-    """Reads one region of one array."""
-
-    def __init__(
-        self, key: str, stored: TensorStorageMetadata, region: ChunkStorageMetadata
-    ) -> None:
-        self.key = key
-        self.stored = stored
-        self.region = region
-        self.target = torch.empty(region.sizes, dtype=stored.properties.dtype)
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
-    ) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(create_read_items_for_chunk_list(self.key, self.stored, [self.region]))
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("arrays only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return self.target[slices(read_item.dest_offsets, read_item.lengths)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
 
 
 class CheckpointReader:
@@ -304,9 +202,8 @@ class CheckpointReader:
                 f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)"
             )
         self.path = path
-        self.reader = FileSystemReader(path) if allow_pickle else SafeReader(path)
-        self.metadata = self.reader.read_metadata()
-        self.reader.set_up_storage_reader(self.metadata, True)
+        reader = FileSystemReader(path) if allow_pickle else SafeReader(path)
+        self.metadata = reader.read_metadata()
         prefixed = any(
             key.startswith(nemo_format.PREFIX) for key in self.metadata.state_dict_metadata
         )
@@ -344,9 +241,11 @@ class CheckpointReader:
     def read(self, item: LayerTensor) -> Tensor:
         """The item. Raises ValueError as ``array`` does."""
         key, stored = self.array(item)
-        planner = _RegionPlanner(key, stored, item.chunk)
-        self.reader.read_data(planner.create_local_plan(), planner)
-        return planner.target.view(item.shape)
+        values = torch.empty(item.shape, dtype=stored.properties.dtype)
+        reader = PartReader(self.path, self.metadata)
+        reader.want(item.location(key, values.dtype), 0, values.view(-1))
+        reader.read()
+        return values
 
 
 def check_tied_head(reader: CheckpointReader, arch: Architecture, embedding: LayerTensor) -> None:

@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "MixtralModel", "MixtralConfig", {}),
 }
 # NeMo's export to HF reads their field max_position_embeddings.
-WITH_POSITIONS = ("Qwen3Config", "Qwen3MoEConfig", "MixtralConfig")
+_WITH_POSITIONS = ("Qwen3Config", "Qwen3MoEConfig", "MixtralConfig")
 
 # Field of NeMo's configuration -> field of Architecture. Shapes alone would not show a wrong rotary
 # base.
@@ -110,7 +110,7 @@ def model_call(arch: Architecture, hf: Any, dtype: torch.dtype, has_tokenizer: b
         **_rope(arch, hf),
         **more,
     )
-    if config in WITH_POSITIONS:
+    if config in _WITH_POSITIONS:
         fields["max_position_embeddings"] = arch.max_positions
     if arch.num_experts:
         fields |= dict(

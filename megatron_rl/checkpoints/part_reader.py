@@ -27,8 +27,9 @@ from megatron_rl.checkpoints.safe_load import load_plain
 class PartReader:
     """Collects what is needed of the checkpoint ``path``, then reads it.
 
-    ``index``: of ``safe_load.read_index``.
-    ``objects``: those that were needed, by key, when they have been read.
+    Attributes:
+        index: of ``safe_load.read_index``.
+        objects: those that were needed, by key, when they have been read.
     """
 
     def __init__(self, path: Path, index: Metadata) -> None:
@@ -112,7 +113,7 @@ class PartReader:
 def read_items(
     key: str, array: TensorStorageMetadata, wanted: Sequence[Chunk]
 ) -> Iterator[ReadItem]:
-    """Of each needed chunk, in order, what every stored one has of it."""
+    """The overlaps of each needed chunk with the stored ones, in the order of the needed chunks."""
     stored = array.chunks
     rectangles = StoredRectangles(
         array.size, [chunk.offsets for chunk in stored], [chunk.sizes for chunk in stored]

@@ -30,7 +30,7 @@ BLOCK_BYTES = 2**25
 # Of a save that is not waited for: this part of a rank's share at a time, the rest when some is
 # written.
 HELD_SHARE = 0.85
-NICENESS = 10  # of the threads; higher yields more, up to 19
+_NICENESS = 10  # of the threads; higher yields more, up to 19
 _ALIGNMENT = 16
 _BUFFER_BYTES = 1 << 20
 
@@ -160,7 +160,7 @@ class PartWriter:
         self._small_files.append((name, data))
 
     def close(self) -> None:
-        """Nothing more comes; what was copied is complete when this returns."""
+        """Ends the part; what was copied is complete when this returns."""
         self._hand_over()
         if self._settings.pinned:
             torch.cuda.synchronize()
@@ -261,14 +261,14 @@ class PartWriter:
 
 
 def _yield_to_the_run() -> None:
-    """Where cores are few, the run comes first.
+    """Lowers the priority of this thread: where cores are few, the run comes first.
 
     On Linux a thread has a niceness of its own, named by its number as a process is. Threads begin
     with that of the run, which may be higher already (``nice -n 15 torchrun ...``), and only root
     may take a lower one.
     """
     thread = threading.get_native_id()
-    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+    niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
     os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 

@@ -19,7 +19,7 @@ _PREFIX = ".written-"
 
 @dataclass(frozen=True)
 class StoredItem:
-    """Where a chunk, or an object (``chunk`` None), lies; ``offset`` and ``length`` in bytes."""
+    """A chunk, or an object (``chunk`` None), in a file; ``offset`` and ``length`` in bytes."""
 
     key: str
     chunk: Chunk | None

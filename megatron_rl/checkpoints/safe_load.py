@@ -23,7 +23,7 @@ from megatron_rl.errors import first_line
 INDEX = ".metadata"
 COMMON = "common.pt"
 # What the index of a distributed checkpoint is made of: descriptions of tensors, and their places.
-INDEX_NAMES = {
+_INDEX_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -47,11 +47,11 @@ INDEX_NAMES = {
     "collections": {"OrderedDict"},
 }
 # megatron-core before 0.16 wrote these subclasses, which add nothing that a reader needs.
-OLDER = "megatron.core.dist_checkpointing.strategies.torch"
-OLDER_NAMES = {(OLDER, "MCoreMetadata"): Metadata, (OLDER, "MCoreSavePlan"): SavePlan}
+_OLDER = "megatron.core.dist_checkpointing.strategies.torch"
+_OLDER_NAMES = {(_OLDER, "MCoreMetadata"): Metadata, (_OLDER, "MCoreSavePlan"): SavePlan}
 # What unpickling raises where bytes have changed: an opcode may find an empty stack, a number that
 # was not noted, an argument that is cut off, or a function that does not take what it is given.
-DAMAGED = (
+_DAMAGED = (
     pickle.UnpicklingError,
     struct.error,
     EOFError,
@@ -85,13 +85,13 @@ class _Index(pickle.Unpickler):
     """Unpickles the index; any other name is an error."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in OLDER_NAMES:
-            return OLDER_NAMES[module, name]
+        if (module, name) in _OLDER_NAMES:
+            return _OLDER_NAMES[module, name]
         # Python 3.12 and newer write a member of an enum so.
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or name in INDEX_NAMES.get(module, ()):
+        if dtype or name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
         raise _UnknownNameError(f"it names {module}.{name}")
 
@@ -110,7 +110,7 @@ def read_index(path: Path) -> Metadata:
             f"{file} is not the index of a checkpoint ({error}); {REMEDY} "
             "(tools/convert_checkpoint.py to-hf --allow-pickle reads the weights all the same)"
         ) from error
-    except DAMAGED as error:
+    except _DAMAGED as error:
         raise ValueError(
             f"{file}: the index of the checkpoint is damaged ({error}); take another checkpoint"
         ) from error
@@ -132,7 +132,7 @@ def load_plain(file: Path | io.BytesIO, name: str) -> Any:
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except DAMAGED as error:
+    except _DAMAGED as error:
         named = [
             line.strip()
             for line in str(error).splitlines()

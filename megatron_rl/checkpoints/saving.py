@@ -20,7 +20,12 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class _SaveReport:
-    """How far a rank is. ``error``: why it will not get further; ``is_user``: he can mend it."""
+    """How far a rank is.
+
+    Attributes:
+        error: why it will not get further.
+        is_user: the user can fix it (a full disk).
+    """
 
     written: bool
     sealed: bool
@@ -80,8 +85,8 @@ class CheckpointSave:
         return self._reports(gather)[0].sealed
 
     def end(self, within_s: float) -> None:
-        """Not collective, for a run that ends by an error: gives the threads of this process so
-        long to finish."""
+        """Waits for the threads of this process, for a run that ends by an error. Not
+        collective."""
         ends_at = monotonic() + within_s
         self._writer.join(within_s)
         if self._info is not None:

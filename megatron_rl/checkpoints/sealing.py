@@ -1,4 +1,4 @@
-"""From the parts that ranks have written to a checkpoint: its index, its manifest and its name.
+"""Makes a checkpoint of the parts that ranks have written: its index, its manifest and its name.
 
 A part counts when its receipt is there, which its rank leaves after all of its files are on the
 disk. So the manifest names nothing that a crash could still take away.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from megatron_rl.annealing import Annealing
-from megatron_rl.config.pieces import Piece
+from megatron_rl.knobs import Piece
 
 
 class AnnealConfig(Piece):

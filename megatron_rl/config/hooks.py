@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import SerializeAsAny
 
-from megatron_rl.config.pieces import Choices, Named, by_key
+from megatron_rl.knobs import Choices, Named, by_key
 
 # The import of its home fills the table.
 ROLLOUT_HOOKS = Choices("rollout hook", home="megatron_rl.rollouts.sampling_hooks")

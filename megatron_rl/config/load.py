@@ -51,7 +51,7 @@ _given_dirs: list[Path] = []  # of --config-dir, while a configuration is compos
 
 
 class _MoreFolders(SearchPathPlugin):
-    """Hydra asks this where else options lie: a plug-in's method composes like a built-in one."""
+    """More folders of options for Hydra: a plug-in's method composes like a built-in one."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in (*_plugin_dirs, *_given_dirs):
@@ -228,7 +228,7 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
 def _first_leaf(value: Any) -> list[str]:
     """The path to the first leaf of a section, empty for a plain value.
 
-    Of a section that nobody knows, what is in it says more than its name.
+    The keys in an unknown section say more than its name.
     """
     path: list[str] = []
     while isinstance(value, dict) and value:

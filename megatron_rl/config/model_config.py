@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_rl.errors import close_names, did_you_mean
 
-POINTER_START = b"version "
-POINTER_SECOND_LINE = b"\noid sha256:"
+_POINTER_START = b"version "
+_POINTER_SECOND_LINE = b"\noid sha256:"
 REQUIRED = ("num_hidden_layers", "num_attention_heads")
 # Sizes that may be left out, or null: transformers then has a default.
 OPTIONAL = (
@@ -38,7 +38,7 @@ DENSE_SIZES = (
     "intermediate_size",
     "vocab_size",
 )
-WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
+_WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def refuse_pointer(file: Path) -> None:
     not fetched."""
     with file.open("rb") as opened:
         start = opened.read(200)
-        if start.startswith(POINTER_START) and POINTER_SECOND_LINE in start:
+        if start.startswith(_POINTER_START) and _POINTER_SECOND_LINE in start:
             raise ValueError(
                 f"model.path: {file} is a Git LFS pointer, not the file itself; run git lfs pull in"
                 " its folder"
@@ -155,7 +155,7 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
             f"model.path: {file} has quantization_config ({method}); quantized weights are not"
             " supported, give the model before quantization"
         )
-    required = REQUIRED if architectures is None else (*REQUIRED, *WEIGHTS_DECIDE)
+    required = REQUIRED if architectures is None else (*REQUIRED, *_WEIGHTS_DECIDE)
     for key in NUMBERS:
         _check_number(file, values, key)
     for key in (*REQUIRED, *OPTIONAL):

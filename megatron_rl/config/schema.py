@@ -23,11 +23,11 @@ from pydantic import (
 
 from megatron_rl.config.anneal import AnnealConfig
 from megatron_rl.config.hooks import RolloutHooks
-from megatron_rl.config.method import MethodConfig
+from megatron_rl.loss.config import MethodConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes up a gradient
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
-SMALLEST_FLOAT32 = 1.2e-38
+_SMALLEST_FLOAT32 = 1.2e-38
 MAX_TAG = 64  # characters that wandb takes for a tag
 WandbTag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
 
@@ -49,10 +49,10 @@ def _top_k(value: int) -> int:
 
 
 def _eps(value: float) -> float:
-    if value < SMALLEST_FLOAT32:
+    if value < _SMALLEST_FLOAT32:
         raise ValueError(
             "is 0 in float32, which gives 0 / 0 where there is no gradient; raise it to "
-            f"{SMALLEST_FLOAT32} or more"
+            f"{_SMALLEST_FLOAT32} or more"
         )
     return value
 
@@ -227,7 +227,7 @@ def _names(value: Any) -> Any:
     return tuple(value)
 
 
-# What a name may be is said in conf/data/default.yaml.
+# The forms of a name are listed in conf/data/default.yaml.
 DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(_names)]
 
 

@@ -199,7 +199,7 @@ def text_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
 ) -> list[Prompt]:
-    """Prompts that somebody typed, rendered as those of a file; without an answer.
+    """Prompts given as text, rendered as those of a file; without an answer.
 
     Raises:
         ValueError: an empty text, or one that is longer than ``max_prompt_tokens``.

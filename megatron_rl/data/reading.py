@@ -62,7 +62,7 @@ def read_sources(
     config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
 ) -> Data:
     """Reads ``data.train``, which is empty for an evaluation, and ``data.eval``. ``vision``: of a
-    model that sees images.
+    vision-language model.
 
     Raises:
         ValueError: as ``load_sources``; no prompt is left without the held-out ones.

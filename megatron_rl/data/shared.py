@@ -64,7 +64,7 @@ def shared_data(
     )
     stored = None if path is None else load(path)
     if has_images:
-        world.barrier()  # now all ranks have mapped it, and nobody else ever will
+        world.barrier()  # now all ranks have mapped it, and no other process ever will
         if path is not None and world.local_rank == 0:
             path.unlink(missing_ok=True)
     if stored is None:
@@ -124,7 +124,7 @@ def private_folder() -> Path:
     """The folder of these files: of this user alone, as others could put prompts into it.
 
     Raises:
-        OSError: it cannot be made, or belongs to somebody else.
+        OSError: it cannot be made, or belongs to another user.
     """
     folder = Path(tempfile.gettempdir()) / f"megatron_rl_prompts_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -158,7 +158,7 @@ def data_key(config: Config, launch_id: str, *, has_images: bool = False) -> str
 
 
 def _content(name: str) -> str:
-    """Nothing for what is no file, and for one that is missing, which is said when it is read."""
+    """The digest of a file; "" for other names and for a missing one, reported when it is read."""
     return file_digest(Path(name)) if is_file_name(name) and Path(name).is_file() else ""
 
 

@@ -39,7 +39,7 @@ def _divide_(logits: Tensor, wanted: Tensor, num_tokens: Tensor) -> None:
 
 
 class AnnealedRows(RowProcessor):
-    """For the runner of CPUs."""
+    """Annealed temperatures in the model runner of CPUs."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
@@ -72,7 +72,7 @@ class AnnealedRows(RowProcessor):
 
 
 class AnnealedSlots(SlotProcessor):
-    """For the runner of GPUs."""
+    """Annealed temperatures in the model runner of GPUs."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._states = req_states

@@ -1,4 +1,4 @@
-"""From ``rollout.*`` to the arguments of ``vllm.LLM``."""
+"""The arguments of ``vllm.LLM``, made from ``rollout.*``."""
 
 from __future__ import annotations
 

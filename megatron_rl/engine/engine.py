@@ -203,12 +203,12 @@ class VllmEngine:
             return self._tracker.pause(llm, request_ids, self.weight_version)
 
     def running_lengths(self) -> dict[int, int]:
-        """By request id, of every response that has not ended, its tokens since ``submit``."""
+        """Number of tokens since ``submit`` of every response that has not ended, by request id."""
         return self._tracker.lengths(self._llm)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """All responses to some prompts, on every rank of the replica: for those who have the
-        engine alone and wait. Raises what ``submit`` and ``poll`` do."""
+        """All responses to some prompts, on every rank of the replica; for callers that have
+        the engine to themselves and wait. Raises what ``submit`` and ``poll`` do."""
         every = range(sampling.num_responses)
         try:
             request_ids = [self.submit(prompt, every, sampling) for prompt in prompts]

@@ -22,7 +22,12 @@ STEPS = 8
 
 
 class _Open(NamedTuple):
-    """A response under way. ``name``: vLLM's; ``asked``: the tokens before its first new one."""
+    """A response under way.
+
+    Attributes:
+        name: vLLM's.
+        asked: the tokens before its first new one.
+    """
 
     name: str
     asked: tuple[int, ...]
@@ -132,7 +137,7 @@ class RequestTracker:
 
     @property
     def request_ids(self) -> list[int]:
-        """Of all that is open."""
+        """Request ids of all open responses."""
         return list(self._open)
 
 

@@ -1,4 +1,4 @@
-"""From prompts to requests of vLLM, and back: an image must not get lost on the way."""
+"""Requests of vLLM, made from prompts, and checks that no image gets lost on the way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MultimodalConfig:
 def multimodal_config(
     prompts: Iterable[Prompt], processor: ImageProcessor | None
 ) -> MultimodalConfig | None:
-    """For an engine that is to answer ``prompts``; None where none of them has an image."""
+    """The config of an engine for ``prompts``; None where none of them has an image."""
     most = max((len(prompt.images) for prompt in prompts), default=0)
     return None if processor is None or most == 0 else MultimodalConfig(processor, most)
 

@@ -1,4 +1,4 @@
-"""From the project's sampling settings to those of the engine."""
+"""The engine's sampling parameters, made from the project's."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def build_engine(
     with display.phase("building the engine"):
         engine = VllmEngine(
             str(model),
-            # Nobody else wants its memory.
+            # Nothing else needs its memory.
             config.rollout.model_copy(update={"sleep_level": 0}),
             seed=config.seed,
             launch_id=world.launch_id,

@@ -16,6 +16,7 @@ from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.evaluation.evaluation_source import Weights, differences
 from megatron_rl.reporting.answer_file import AnswerFile, steps_there
 from megatron_rl.reporting.evaluation import detailed_metrics
+from megatron_rl.reporting.row_file import replace_text
 from megatron_rl.reporting.sinks import Metrics, MetricsFile
 from megatron_rl.run.run_record import listed, read_record
 from megatron_rl.run.start import CONFIG, METRICS
@@ -66,7 +67,7 @@ class EvaluationFolder:
                 logger.info("step %d: all its prompts are answered in %s", each.step, file.path)
             answered.append(file.answered())
         with disk.room_for(self.path, 0, "the settings"):
-            self._replace(CONFIG, json.dumps(record, indent=2) + "\n")
+            replace_text(self.path / CONFIG, json.dumps(record, indent=2) + "\n")
         return answered
 
     def file(self, weights: Weights) -> AnswerFile:
@@ -105,8 +106,3 @@ class EvaluationFolder:
                 f"--out {self.path}: holds an evaluation with other settings:{listed(changes)}\nset"
                 " these as they were, or give another --out"
             )
-
-    def _replace(self, name: str, text: str) -> None:
-        partial = self.path / f"{name}{PARTIAL}"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.path / name)

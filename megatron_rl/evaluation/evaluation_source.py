@@ -24,8 +24,8 @@ from megatron_rl.run.saved_settings import engine_of_machine, is_run, values_of_
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS
 from megatron_rl.runtime.digest import file_digest
 
-DEFAULT_OUT = Path("runs/evaluation")
-OWN_ROOT = Root()  # the package's own
+_DEFAULT_OUT = Path("runs/evaluation")
+_OWN_ROOT = Root()  # the package's own
 EVALUATION = "evaluation"  # below the folder of a run
 # Settings that leave the responses, and what is said of them, as they are: they may change between
 # two starts. Of the sections that are not named here everything may.
@@ -117,9 +117,9 @@ class Evaluation:
 
 
 def find_evaluation(
-    words: Sequence[str], steps: str | None, out: Path | None, root: Root = OWN_ROOT
+    words: Sequence[str], steps: str | None, out: Path | None, root: Root = _OWN_ROOT
 ) -> Evaluation:
-    """``evaluation_of_run``, or without a run ``evaluation_of_model``; raises what they do.
+    """``_evaluation_of_run``, or without a run ``_evaluation_of_model``; raises what they do.
 
     Args:
         words: overrides, and at most one folder of a run: the word that has no "=" in it.
@@ -129,18 +129,18 @@ def find_evaluation(
     if len(runs) > 1:
         raise ValueError(f"{' '.join(runs)}: one run at a time; settings are written key=value")
     if runs:
-        if root != OWN_ROOT:
+        if root != _OWN_ROOT:
             raise ValueError(
                 f"{runs[0]}: has its own settings; leave --config-name and --config-dir out"
             )
-        return evaluation_of_run(Path(runs[0]), steps or "last", overrides, out)
+        return _evaluation_of_run(Path(runs[0]), steps or "last", overrides, out)
     if steps is not None:
         raise ValueError(f"--steps {steps}: is for checkpoints of a run; give its run_dir")
-    return evaluation_of_model(overrides, out, root)
+    return _evaluation_of_model(overrides, out, root)
 
 
-def evaluation_of_model(
-    overrides: Sequence[str], out: Path | None, root: Root = OWN_ROOT
+def _evaluation_of_model(
+    overrides: Sequence[str], out: Path | None, root: Root = _OWN_ROOT
 ) -> Evaluation:
     """The model of ``model.path``, as step 0. ``overrides``: as of a training run; there need be no
     ``data.train``.
@@ -153,14 +153,14 @@ def evaluation_of_model(
     values = compose(root.config_name, [*chosen, *overrides], root.config_dir)
     values["data"].setdefault("train", [])
     model = Path(_valid(values).model.path)
-    return Evaluation(values, (Weights(0, model),), out or DEFAULT_OUT)
+    return Evaluation(values, (Weights(0, model),), out or _DEFAULT_OUT)
 
 
 def _valid(values: Mapping[str, Any]) -> Config:
     return validate(Config, dict(values), "the settings of the evaluation")
 
 
-def evaluation_of_run(
+def _evaluation_of_run(
     run: Path, steps: str, overrides: Sequence[str], out: Path | None
 ) -> Evaluation:
     """Checkpoints (else exports) of a run, by its settings, in which ``overrides`` change values.

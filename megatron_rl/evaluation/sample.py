@@ -32,7 +32,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Prompt, Score
 
-INDENT = " " * 11
+_INDENT = " " * 11
 _NO_PROMPTS = ("reasoning_gym:none",)  # data.eval of a model without a run; nothing is read
 
 
@@ -190,5 +190,5 @@ def _verdict(response: Response, *, scored: bool) -> str:
 def _labeled(label: str, text: str) -> str:
     """``label`` in a column of its own; further lines of the text below its first."""
     lines = text.strip("\n").split("\n")
-    head = f"{label + ':' if label else '':<{len(INDENT)}}"
-    return "\n".join([head + lines[0], *[INDENT + line for line in lines[1:]]])
+    head = f"{label + ':' if label else '':<{len(_INDENT)}}"
+    return "\n".join([head + lines[0], *[_INDENT + line for line in lines[1:]]])

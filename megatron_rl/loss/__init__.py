@@ -1,6 +1,6 @@
 """Credit assignment and losses, in pure torch.
 
-``load_method(name)``, then ``credit`` per response and ``loss`` per token.
+A ``Method`` has ``credit``, per response, and ``loss``, per token.
 """
 
 from megatron_rl.loss.batch import (
@@ -11,7 +11,7 @@ from megatron_rl.loss.batch import (
     ResponseBatch,
     TokenBatch,
 )
-from megatron_rl.loss.method import Method, load_method
+from megatron_rl.loss.method import Method
 from megatron_rl.loss.per_response.evidence import Evidence
 from megatron_rl.loss.per_token.terms import Terms
 from megatron_rl.loss.register import (
@@ -31,7 +31,6 @@ __all__ = [
     "ResponseBatch",
     "Terms",
     "TokenBatch",
-    "load_method",
     "register_estimator",
     "register_policy_loss",
     "register_shaper",

@@ -3,7 +3,7 @@
 A signature says everything: arguments before the star are inputs, each named after a field or
 property of ``Evidence`` (per response) or ``Terms`` (per token), or after a column that a signal
 gives (``megatron_rl/signals``); keyword-only arguments after it are knobs, whose types and defaults
-become the schema of a yaml (``register.py``). What a function needs of the batch, and where it is
+become the schema of a yaml (``knobs.py``). What a function needs of the batch, and where it is
 defined, stands in its decorator.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rl.knobs import Choices, Named, new_schema
 from megatron_rl.loss.batch import EstimatorNeeds, Knobs
 from megatron_rl.loss.per_response.evidence import Evidence
 from megatron_rl.loss.per_token.terms import OPTIONAL, Terms
@@ -71,12 +72,18 @@ TOKEN_SHAPING = Form(Terms, "terms", ("advantages",), OPTIONAL)
 
 @dataclass(frozen=True)
 class Choice:
-    """A function under a name of a method's yaml. ``reads``: the columns that it reads."""
+    """A function under a name of a method's yaml.
+
+    Attributes:
+        reads: the columns that it reads.
+        schema: its knobs, as the configuration checks them.
+    """
 
     function: Function
     inputs: tuple[str, ...]
     form: Form
     reads: tuple[str, ...]
+    schema: type[Named]
 
     def __call__(self, source: Evidence | Terms, knobs: Knobs, *leading: Tensor) -> Any:
         """The function's value, whatever a plug-in returns.
@@ -107,96 +114,86 @@ class PolicyLoss(Choice):
     clips: bool  # to [1 - low, 1 + high] of its knobs, so that clipped shares are logged
 
 
-ESTIMATORS: dict[str, Estimator] = {}
-SHAPERS: dict[str, Choice] = {}
-TOKEN_SHAPERS: dict[str, Choice] = {}
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
-AGGREGATIONS: dict[str, Choice] = {}
-KL_WEIGHTS: dict[str, Choice] = {}
-CORRECTIONS: dict[str, Choice] = {}
+class Table(Choices):
+    """The functions of one kind, each a ``Choice`` under its name."""
+
+    def __init__(self, what: str, form: Form, kind: type[Choice] = Choice) -> None:
+        super().__init__(what)
+        self.form = form
+        self._kind = kind
+
+    def schema(self, name: str) -> type[Named]:
+        return self[name].schema
+
+    def enter(
+        self, name: str, function: Function, reads: Sequence[str] = (), **more: Any
+    ) -> type[Named]:
+        """Makes ``function`` callable by name; returns the schema of its knobs.
+
+        Args:
+            reads: columns that it reads beside its inputs.
+            more: further fields of the kind's ``Choice``.
+
+        Raises:
+            RegistrationError: the name is taken, or the signature is not of the kind's form.
+        """
+        inputs = self.form.inputs_of(function)
+        schema = new_schema(self, name, function, inputs)
+        columns = self.form.reads_of(inputs, reads)
+        self[name] = self._kind(function, inputs, self.form, columns, schema, **more)
+        return schema
 
 
-def choice(form: Form, function: Function, reads: Sequence[str] = ()) -> Choice:
-    """``function`` as one of ``form``, which reads ``reads`` beside its inputs."""
-    inputs = form.inputs_of(function)
-    return Choice(function, inputs, form, form.reads_of(inputs, reads))
-
-
-def enter_estimator(name: str, function: Function, needs: EstimatorNeeds) -> None:
-    """Makes an estimator callable by name; its knobs are described in ``register.py``."""
-    found = choice(PER_RESPONSE, function, needs.reads)
-    ESTIMATORS[name] = Estimator(function, found.inputs, found.form, found.reads, needs)
-
-
-def enter_policy_loss(
-    name: str,
-    function: Function,
-    sequence_ratio: bool,
-    clips: bool,
-    reads: Sequence[str] = (),
-) -> None:
-    """Makes a policy loss callable by name."""
-    found = choice(PER_TOKEN, function, reads)
-    POLICY_LOSSES[name] = PolicyLoss(
-        function, found.inputs, found.form, found.reads, sequence_ratio, clips
-    )
-
-
-def _name(function: Function) -> str:
-    return function.__name__
+ESTIMATORS = Table("estimator", PER_RESPONSE, Estimator)
+SHAPERS = Table("shaper", SHAPING)
+TOKEN_SHAPERS = Table("token shaper", TOKEN_SHAPING)
+POLICY_LOSSES = Table("policy loss", PER_TOKEN, PolicyLoss)
+AGGREGATIONS = Table("aggregation", PER_TOKEN)
+KL_WEIGHTS = Table("KL weight", PER_RESPONSE)
+CORRECTIONS = Table("mismatch correction", PER_TOKEN)
 
 
 def estimator(**needs: Any) -> Callable[[Function], Function]:
     """Enters one advantage per response under the function's name; ``needs``: EstimatorNeeds."""
-
-    def enter(function: Function) -> Function:
-        enter_estimator(_name(function), function, EstimatorNeeds(**needs))
-        return function
-
-    return enter
+    wanted = EstimatorNeeds(**needs)
+    return _entering(ESTIMATORS, reads=wanted.reads, needs=wanted)
 
 
 def shaper(function: Function) -> Function:
     """Enters advantages -> advantages under the function's name."""
-    SHAPERS[_name(function)] = choice(SHAPING, function)
-    return function
+    return _entering(SHAPERS)(function)
 
 
 def token_shaper(function: Function) -> Function:
     """Enters advantages of tokens -> advantages of tokens under the function's name."""
-    TOKEN_SHAPERS[_name(function)] = choice(TOKEN_SHAPING, function)
-    return function
+    return _entering(TOKEN_SHAPERS)(function)
 
 
 def policy_loss(
     *, sequence_ratio: bool = False, clips: bool = False
 ) -> Callable[[Function], Function]:
     """Enters what is minimized at each token under the function's name; see ``PolicyLoss``."""
-
-    def enter(function: Function) -> Function:
-        enter_policy_loss(_name(function), function, sequence_ratio, clips)
-        return function
-
-    return enter
+    return _entering(POLICY_LOSSES, sequence_ratio=sequence_ratio, clips=clips)
 
 
 def aggregation(function: Function) -> Function:
     """Enters the weight of each token under the function's name."""
-    AGGREGATIONS[_name(function)] = choice(PER_TOKEN, function)
-    return function
+    return _entering(AGGREGATIONS)(function)
 
 
 def kl_weight(function: Function) -> Function:
     """Enters the factor of kl.coef at each response under the function's name."""
-    KL_WEIGHTS[_name(function)] = choice(PER_RESPONSE, function)
-    return function
+    return _entering(KL_WEIGHTS)(function)
 
 
 def correction(name: str) -> Callable[[Function], Function]:
     """Enters weights of the policy term, chosen by ``mismatch.kind``, under ``name``."""
+    return _entering(CORRECTIONS, name)
 
+
+def _entering(table: Table, name: str | None = None, **more: Any) -> Callable[[Function], Function]:
     def enter(function: Function) -> Function:
-        CORRECTIONS[name] = choice(PER_TOKEN, function)
+        table.enter(name or function.__name__, function, **more)
         return function
 
     return enter

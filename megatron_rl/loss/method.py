@@ -9,9 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_rl.config.load import compose, validate
-from megatron_rl.config.method import MethodConfig
-from megatron_rl.config.pieces import Piece
+from megatron_rl.knobs import Piece
 from megatron_rl.loss.batch import (
     Credit,
     Knobs,
@@ -22,6 +20,7 @@ from megatron_rl.loss.batch import (
     TokenBatch,
 )
 from megatron_rl.loss.choices import ESTIMATORS
+from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_response import filters
 from megatron_rl.loss.per_response.credit import CreditPlan, credit, reads_of
 from megatron_rl.loss.per_token.terms import SequenceSum
@@ -31,24 +30,6 @@ from megatron_rl.loss.segments import lifted, segments_of
 
 # What every run gives, or makes room for by ``MethodRequirements``: no signals.
 FIELDS = {field.name for field in fields(TokenBatch)}
-
-
-def load_method(
-    name: str, overrides: Sequence[str] = (), response_limit: int | None = None
-) -> Method:
-    """The method of ``conf/method/<name>.yaml``.
-
-    Args:
-        name: a file of conf/method without ``.yaml``.
-        overrides: ``key=value``, relative to the method, e.g. ``kl.coef=0.001`` or
-            ``shaping.ass.alpha=0.5``.
-        response_limit: longest response in tokens; see ``Method``.
-
-    Raises:
-        ConfigError: no such method, or wrong keys or values (all of them in one message).
-    """
-    values = compose(f"method/{name}", [_prefixed(text) for text in overrides])
-    return Method(validate(MethodConfig, values, f"method {name}"), response_limit=response_limit)
 
 
 class Method:
@@ -162,12 +143,6 @@ class Method:
         """``wants_groups`` of one group with these responses."""
         one_group = torch.zeros(len(correct), dtype=torch.int64)
         return bool(self.wants_groups(torch.tensor(correct), one_group).all())
-
-
-def _prefixed(override: str) -> str:
-    """The override below the key ``method``, keeping Hydra's prefix."""
-    key = override.lstrip("+~")
-    return f"{override[: len(override) - len(key)]}method.{key}"
 
 
 def _kl_coef(config: MethodConfig) -> tuple[float, float]:

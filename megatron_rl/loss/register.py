@@ -1,82 +1,16 @@
-"""Functions become choices of the configuration: the package's own, and those of plug-ins.
-
-The tables of ``choices.py`` hold what is called, those of ``config/method.py`` the schema of its
-knobs, read from the function's signature. Importing this module enters the package's own; a
-plug-in registers while it is imported (``--plugin``), and its names are then as good as built-in
-ones. Pages with tested examples: ``examples/plugins``.
-"""
+"""Functions of plug-ins become choices of the configuration, while a plug-in is imported
+(``--plugin``); their names are then as good as built-in ones. Pages with tested examples:
+``examples/plugins``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from megatron_rl.config import method, registry
-from megatron_rl.config.pieces import Choices, Named
 from megatron_rl.errors import RegistrationError
-from megatron_rl.loss import choices
 from megatron_rl.loss.batch import EstimatorNeeds
-from megatron_rl.loss.choices import Function
-from megatron_rl.loss.per_response import advantages, histories, shaping
-from megatron_rl.loss.per_token import (
-    aggregate,
-    demonstrations,
-    kl,
-    mismatch,
-    policy_losses,
-    response_losses,
-    token_advantages,
-)
+from megatron_rl.loss.choices import ESTIMATORS, POLICY_LOSSES, SHAPERS, TOKEN_SHAPERS, Function
 
 PLAIN = EstimatorNeeds()
-# Their decorators have filled the tables below.
-FILES = (
-    advantages,
-    histories,
-    shaping,
-    token_advantages,
-    policy_losses,
-    response_losses,
-    demonstrations,
-    aggregate,
-    kl,
-    mismatch,
-)
-
-
-def _own() -> Iterator[tuple[Choices, Mapping[str, choices.Choice]]]:
-    """The tables of the configuration, each with the functions whose knobs it describes."""
-    yield method.ESTIMATORS, choices.ESTIMATORS
-    yield method.SHAPERS, choices.SHAPERS
-    yield method.TOKEN_SHAPERS, choices.TOKEN_SHAPERS
-    yield method.POLICY_LOSSES, choices.POLICY_LOSSES
-    yield method.AGGREGATIONS, choices.AGGREGATIONS
-    yield method.KL_WEIGHTS, choices.KL_WEIGHTS
-    yield method.CORRECTIONS, choices.CORRECTIONS
-
-
-def _describe_own() -> None:
-    """Gives the configuration the schema of every function of the package."""
-    for table, functions in _own():
-        for name, choice in functions.items():
-            subject = f"{table.what} {name}"
-            schema = registry.knob_class(subject, name, choice.function, choice.inputs)
-            schema.__module__ = choice.function.__module__
-            table[name] = schema
-            if isinstance(choice, choices.Estimator):
-                _take_domain(schema, choice.needs)
-    method.KL_ESTIMATORS.update(dict.fromkeys(kl.ESTIMATORS, Named))
-
-
-def _take_domain(schema: type[Named], needs: EstimatorNeeds) -> None:
-    """What the configuration can check of an estimator's needs before anything runs."""
-    schema.unit_rewards = needs.unit_rewards
-    schema.check_knobs = staticmethod(needs.check_knobs or _no_problem)
-    schema.check_rewards = staticmethod(needs.check_rewards or _no_problem)
-
-
-def _no_problem(*_: Any, **__: Any) -> None:
-    return None
 
 
 def register_estimator(
@@ -101,15 +35,12 @@ def register_estimator(
     """
 
     def register(function: Function) -> Function:
-        inputs = choices.PER_RESPONSE.inputs_of(function)
-        schema = registry.register_piece("estimator", method.ESTIMATORS, name, function, inputs)
+        schema = ESTIMATORS.enter(name, function, needs.reads, needs=needs)
         if isinstance(needs.min_group, str) and needs.min_group not in schema.model_fields:
-            del method.ESTIMATORS[name]
+            del ESTIMATORS[name]
             raise RegistrationError(
                 f"estimator {name}: min_group names the knob {needs.min_group!r}, which it has not"
             )
-        _take_domain(schema, needs)
-        choices.enter_estimator(name, function, needs)
         return function
 
     return register
@@ -133,9 +64,7 @@ def register_shaper(name: str, *, reads: Sequence[str] = ()) -> Callable[[Functi
     """
 
     def register(function: Function) -> Function:
-        inputs = choices.SHAPING.inputs_of(function)
-        registry.register_piece("shaper", method.SHAPERS, name, function, inputs)
-        choices.SHAPERS[name] = choices.choice(choices.SHAPING, function, reads)
+        SHAPERS.enter(name, function, reads)
         return function
 
     return register
@@ -161,9 +90,7 @@ def register_token_shaper(
     """
 
     def register(function: Function) -> Function:
-        inputs = choices.TOKEN_SHAPING.inputs_of(function)
-        registry.register_piece("token shaper", method.TOKEN_SHAPERS, name, function, inputs)
-        choices.TOKEN_SHAPERS[name] = choices.choice(choices.TOKEN_SHAPING, function, reads)
+        TOKEN_SHAPERS.enter(name, function, reads)
         return function
 
     return register
@@ -192,20 +119,14 @@ def register_policy_loss(
     """
 
     def register(function: Function) -> Function:
-        inputs = choices.PER_TOKEN.inputs_of(function)
-        schema = registry.register_piece(
-            "policy loss", method.POLICY_LOSSES, name, function, inputs
-        )
+        more = {"sequence_ratio": sequence_ratio, "clips": clips}
+        schema = POLICY_LOSSES.enter(name, function, reads, **more)
         floats = [knob for knob, info in schema.model_fields.items() if info.annotation is float]
         if clips and not {"low", "high"} <= set(floats):
-            del method.POLICY_LOSSES[name]
+            del POLICY_LOSSES[name]
             raise RegistrationError(
                 f"policy loss {name}: clips=True needs the knobs low: float and high: float"
             )
-        choices.enter_policy_loss(name, function, sequence_ratio, clips, reads)
         return function
 
     return register
-
-
-_describe_own()

@@ -80,9 +80,12 @@ class Architecture(ModelSizes):
     """A decoder-only transformer with RMSNorm, rotary positions and gated SiLU.
 
     ``expert_slots`` are relative to one expert (empty: dense); ``expert_prefix`` is where HF
-    numbers the experts of a layer. ``mrope_section``: how many of a head's angles belong to time,
-    row and column of a position (empty: positions are plain numbers). ``prefixes``: those that a
-    newer layout of the checkpoint has, and what they are here.
+    numbers the experts of a layer.
+
+    Attributes:
+        mrope_section: how many of a head's angles belong to time, row and column of a position
+            (empty: positions are plain numbers).
+        prefixes: those that a newer layout of the checkpoint has, and what they are here.
     """
 
     family: str
@@ -141,8 +144,8 @@ def vision_problems(
         )
     if arch.vision is not None and precision.fp8 is not None:
         problems.append(
-            f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with a model"
-            " that sees; set precision=bf16"
+            f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with"
+            " vision-language models; set precision=bf16"
         )
     return problems
 

@@ -1,4 +1,4 @@
-"""Where the elements of HF tensors are in Megatron parameters, as shards: pure arithmetic.
+"""The places of HF tensors in Megatron parameters, as shards: pure arithmetic.
 
 A tensor-parallel rank has an interval of one axis of the whole Megatron parameter, and the whole
 parameter is a stack of slices of HF tensors along that axis. A rank's shards are the stack cut to

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 # transformers keeps the parts of its model apart; the published files have the names of before.
-PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+_PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 
 def read(hf: Any) -> Architecture:
@@ -39,7 +39,7 @@ def read(hf: Any) -> Architecture:
         layer_slots=ATTENTION + QKV_BIAS + DENSE_MLP,
         mrope_section=_mrope_section(text),
         vision=_vision(hf),
-        prefixes=PREFIXES,
+        prefixes=_PREFIXES,
     )
 
 

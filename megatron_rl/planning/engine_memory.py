@@ -34,15 +34,15 @@ from megatron_rl.planning.parameter_counts import (
 from megatron_rl.policy.state.host_memory import rounded
 
 GIB = 2**30
-QUANTIZED_BYTES = 1
-INT32_BYTES = 4
+_QUANTIZED_BYTES = 1
+_INT32_BYTES = 4
 # Sequences under way at once where ``rollout.max_num_seqs`` is null, and the GiB of a device from
 # which vLLM takes the larger number (EngineArgs.get_batch_defaults in vllm/engine/arg_utils.py).
 # An A100 of 80 GiB gets the smaller one: its name is not known here, and the plan is on the safe
 # side.
-DEFAULT_SEQUENCES = 256
-DEFAULT_SEQUENCES_LARGE = 1024
-LARGE_DEVICE_GIB = 70
+_DEFAULT_SEQUENCES = 256
+_DEFAULT_SEQUENCES_LARGE = 1024
+_LARGE_DEVICE_GIB = 70
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EngineMemory:
     Attributes:
         sampler: see ``sampler_tables``.
         unquantized: the weights as they arrive, before any layer is quantized.
-        backup: see ``engine_backup_bytes``.
+        backup: see ``_engine_backup_bytes``.
     """
 
     weights: int
@@ -70,9 +70,9 @@ def engine_memory(arch: Architecture, rollout: RolloutConfig, device_gib: float)
     return EngineMemory(
         weights=weights,
         sampler=sampler,
-        kv_cache=kv_cache_bytes(rollout, weights + sampler, device_gib),
+        kv_cache=_kv_cache_bytes(rollout, weights + sampler, device_gib),
         unquantized=engine_counts(arch, rollout) * ITEM_BYTES[rollout.dtype],
-        backup=engine_backup_bytes(arch, rollout, tables),
+        backup=_engine_backup_bytes(arch, rollout, tables),
     )
 
 
@@ -80,9 +80,9 @@ def max_sequences(rollout: RolloutConfig, device_gib: float) -> int:
     """Sequences that the engine has under way at once, on a device of ``device_gib``."""
     if rollout.max_num_seqs is not None:
         return rollout.max_num_seqs
-    if device_gib >= LARGE_DEVICE_GIB:
-        return DEFAULT_SEQUENCES_LARGE
-    return DEFAULT_SEQUENCES
+    if device_gib >= _LARGE_DEVICE_GIB:
+        return _DEFAULT_SEQUENCES_LARGE
+    return _DEFAULT_SEQUENCES
 
 
 def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
@@ -95,8 +95,8 @@ def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
     so that they sleep and wake with the weights. (PenaltiesState and StructuredOutputsWorker in
     vllm/v1/worker/gpu. The other tables have tens of MiB.)
     """
-    counts = sequences * arch.vocab_size * INT32_BYTES
-    bits = sequences * math.ceil(arch.vocab_size / 32) * INT32_BYTES
+    counts = sequences * arch.vocab_size * _INT32_BYTES
+    bits = sequences * math.ceil(arch.vocab_size / 32) * _INT32_BYTES
     return counts, bits, bits
 
 
@@ -111,11 +111,11 @@ def engine_weight_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
 def _matrix_bytes(rollout: RolloutConfig) -> int:
     """Bytes of one number in a matrix of a layer."""
     if rollout.quantization is not None:
-        return QUANTIZED_BYTES
+        return _QUANTIZED_BYTES
     return ITEM_BYTES[rollout.dtype]
 
 
-def kv_cache_bytes(rollout: RolloutConfig, held_bytes: int, device_gib: float) -> int:
+def _kv_cache_bytes(rollout: RolloutConfig, held_bytes: int, device_gib: float) -> int:
     """Bytes of the key-value cache beside ``held_bytes`` of the engine.
 
     A null ``rollout.kv_cache_gib`` is what ``gpu_memory_utilization`` leaves, which may be nothing.
@@ -125,7 +125,7 @@ def kv_cache_bytes(rollout: RolloutConfig, held_bytes: int, device_gib: float) -
     return max(0, int(rollout.gpu_memory_utilization * device_gib * GIB - held_bytes))
 
 
-def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Iterable[int]) -> int:
+def _engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Iterable[int]) -> int:
     """Page-locked bytes that a rank of the engine takes for its weights and the tables of its
     ``sampler`` while it sleeps at level 1.
 

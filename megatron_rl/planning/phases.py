@@ -21,10 +21,10 @@ ENGINE_KEEPS_GIB = {"cuda": 2.0, "cpu": 0.0}
 
 # Names in StageMemory.
 STATES = ("weights", "gradients", "optimizer")
-PASSES = ("activations", "logits")
+_PASSES = ("activations", "logits")
 # What wakes for a weight sync, and all of the engine; on a GPU. On a CPU vLLM has another sampler.
-ENGINE_FOR_SYNC = ("engine_weights", "engine_sampler")
-ENGINE = (*ENGINE_FOR_SYNC, "kv_cache")
+_ENGINE_FOR_SYNC = ("engine_weights", "engine_sampler")
+ENGINE = (*_ENGINE_FOR_SYNC, "kv_cache")
 ENGINE_ON_CPU = ("engine_weights", "kv_cache")
 ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
 
@@ -75,7 +75,7 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     names is held twice, and so is what of a checkpoint is still to be written.
     """
     if kind == "cpu":
-        held = (*STATES, *PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))
+        held = (*STATES, *_PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))
         return {"the run": (*held, *_checkpoint_copy(config))}
     return {**_device_phases(config), **_host_phases(config)}
 
@@ -83,7 +83,7 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
 def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     offload = config.memory.offload
     kept = tuple(state for state in STATES if state not in offload)
-    training = [*STATES, "fp8_copies", *PASSES]
+    training = [*STATES, "fp8_copies", *_PASSES]
     sync = [state for state in STATES if state in kept or state == "weights"]
     generation = [*kept]
     # The caches of layers go with the first state that leaves: weights leave after the weight sync,
@@ -96,9 +96,9 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
         training += ENGINE
         sync += ENGINE
     else:  # an engine that slept wakes its weights for the sync, its cache only afterwards
-        sync += ENGINE_FOR_SYNC
+        sync += _ENGINE_FOR_SYNC
     generation += ENGINE
-    if quantized_at_end(config):
+    if _quantized_at_end(config):
         sync.append("engine_unquantized")
     return {
         "training": tuple(training),
@@ -107,7 +107,7 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     }
 
 
-def quantized_at_end(config: Config) -> bool:
+def _quantized_at_end(config: Config) -> bool:
     """Whether a weight sync holds the engine's weights unquantized until its end, beside those that
     it replaces: the ranks of an engine agree on a scale, and shards of a plan arrive in another
     order on each (engine/weights/worker.py, ``processing_is_collective``)."""

@@ -31,9 +31,9 @@ from megatron_rl.policy.activations import (
     tower_block,
 )
 
-FP8_COPIES = 2  # of one byte: by rows for the forward, by columns for the backward
+_FP8_COPIES = 2  # of one byte: by rows for the forward, by columns for the backward
 # Weight and both moments; a weight in another format is written from the float32 one.
-CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
+_CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def policy_memory(
                 activations=activations,
                 logits=_logit_bytes(arch, parallel, stage, load),
                 reference=reference,
-                fp8_copies=fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
+                fp8_copies=_fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
                 checkpoint_copy=_checkpoint_bytes(count, learning, parallel, item_bytes, load),
             )
         )
@@ -111,7 +111,7 @@ def _checkpoint_bytes(
     all_of_them = _share(count, parallel, load.world_size)
     trained = _share(learning, parallel, load.world_size)
     frozen = all_of_them - trained  # weights alone
-    size = CHECKPOINT_BYTES * trained + item_bytes * frozen
+    size = _CHECKPOINT_BYTES * trained + item_bytes * frozen
     if load.keep_reference:
         size += item_bytes * trained
     return size
@@ -196,7 +196,9 @@ def _logit_bytes(arch: Architecture, parallel: ParallelConfig, stage: int, load:
     return FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + arch.hidden_size)
 
 
-def fp8_copy_bytes(matrices: int, stage: int, layers: list[int], precision: PrecisionConfig) -> int:
+def _fp8_copy_bytes(
+    matrices: int, stage: int, layers: list[int], precision: PrecisionConfig
+) -> int:
     """Bytes of the FP8 copies that Transformer Engine keeps between passes.
 
     ``matrices``: numbers in the weights of this stage's layers; ``layers``: of each stage. Weights
@@ -212,4 +214,4 @@ def fp8_copy_bytes(matrices: int, stage: int, layers: list[int], precision: Prec
         in_fp8 -= fp8.num_layers_at_start_in_bf16
     if stage == len(layers) - 1:
         in_fp8 -= fp8.num_layers_at_end_in_bf16
-    return FP8_COPIES * matrices * max(0, in_fp8) // layers[stage]
+    return _FP8_COPIES * matrices * max(0, in_fp8) // layers[stage]

@@ -40,7 +40,7 @@ from megatron_rl.policy.passes.forward import (
     reduce_totals,
     set_hooks,
 )
-from megatron_rl.policy.passes.vision import Eyes
+from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
 from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.settings import PolicySettings
@@ -155,14 +155,14 @@ class MegatronPolicy:
                 token_multiple(self.precision),
             ),
             device=self.device,
-            eyes=self._eyes(),
+            vision=self._vision_batcher(),
         )
 
-    def _eyes(self) -> Eyes | None:
+    def _vision_batcher(self) -> VisionBatcher | None:
         if self.arch.vision is None:
             return None
         has_tower = self.ranks.pipeline_rank == 0
-        return Eyes(self.arch.vision, self.settings.image_processor, has_tower)
+        return VisionBatcher(self.arch.vision, self.settings.image_processor, has_tower)
 
     def _log_choices(self) -> None:
         if dist.get_rank() != 0:

@@ -1,4 +1,4 @@
-"""From an architecture to megatron-core model chunks that end in hidden states."""
+"""megatron-core model chunks of an architecture, which end in hidden states."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HiddenStates(GPTModel):
         self, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> tuple[Any, ...]:
         """megatron's, with rotary angles by the ``positions`` of a packing that has them; of a
-        model that sees, with its positions and the features of its images."""
+        vision-language model, with its positions and the features of its images."""
         if self.position_embedding_type == "mrope":
             kwargs["position_ids"] = packed_seq_params.rope_positions
             if self.pre_process:

@@ -17,13 +17,13 @@ from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.rules.hardware import BLOCK, Machine
 from megatron_rl.config.schema import Fp8Config, OptimConfig, ParallelConfig, PrecisionConfig
 
-DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 SOURCES = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "torch"}
 
 
 def model_fields(precision: PrecisionConfig, num_experts: int) -> dict[str, Any]:
     """The number formats, as fields of megatron's TransformerConfig."""
-    dtype = DTYPES[precision.params]
+    dtype = _DTYPES[precision.params]
     is_bf16 = dtype == torch.bfloat16
     fields: dict[str, Any] = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=is_bf16)
     fp8 = precision.fp8
@@ -69,8 +69,8 @@ def optimizer_config(
     With ``adam_moments`` below float32 the two moments are kept in that format, the weights in
     float32, and the gradients in the format in which they are summed.
     """
-    dtype = DTYPES[precision.params]
-    moments = DTYPES[precision.adam_moments]
+    dtype = _DTYPES[precision.params]
+    moments = _DTYPES[precision.adam_moments]
     fields: dict[str, Any] = {}
     if moments != torch.float32:
         fields = dict(

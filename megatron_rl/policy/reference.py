@@ -72,7 +72,7 @@ class Reference:
 
     @property
     def names(self) -> list[Name]:
-        """Of the parameters."""
+        """Names of the trained parameters."""
         return [(item.chunk, item.name) for frozen in self._frozen for item in frozen.held]
 
     @contextmanager

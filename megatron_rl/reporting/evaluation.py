@@ -64,16 +64,16 @@ class Judged:
 
 
 def evaluation_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
-    """The ``eval/`` row of a run: ``overall_metrics``, and the accuracy of each data source where
+    """The ``eval/`` row of a run: ``_overall_metrics``, and the accuracy of each data source where
     there are several."""
-    metrics = overall_metrics(judged, pass_at)
+    metrics = _overall_metrics(judged, pass_at)
     for source in _sources(judged):
         rows = judged.of_source(source)
         metrics[f"eval/accuracy/{source}"] = fmean(rows.correct.tolist())
     return metrics
 
 
-def overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     """Accuracy (mean over responses: avg@n), mean reward, length in tokens, truncated share, pass@k
     (unbiased, mean over prompts) and, of several responses a prompt, maj@n where answers were
     extracted (``majority_is_right``, mean over prompts).
@@ -102,7 +102,7 @@ def detailed_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     metrics = evaluation_metrics(judged, pass_at) | _bounds(judged, pass_at)
     for source in _sources(judged):
         rows = judged.of_source(source)
-        values = overall_metrics(rows, pass_at) | _bounds(rows, pass_at)
+        values = _overall_metrics(rows, pass_at) | _bounds(rows, pass_at)
         metrics |= {f"{key}/{source}": value for key, value in values.items()}
     return metrics
 

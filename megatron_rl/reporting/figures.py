@@ -13,7 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_rl.reporting.evaluation import HIGH, LOW
-from megatron_rl.reporting.metrics_file import Row, is_held_out, read_metrics, series
+from megatron_rl.reporting.metrics_file import (
+    Row,
+    is_held_out,
+    moving_mean,
+    read_metrics,
+    series,
+)
 from megatron_rl.reporting.pass_at_k import pass_at_ks
 
 _SMOOTHING_STEPS = 10
@@ -150,16 +156,6 @@ def _draw_band(axes: Axes, places: list[int], values: np.ndarray, label: str) ->
     axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
-def smooth(values: list[float], width: int) -> list[float]:
-    """Mean over up to ``width // 2`` neighbors on either side, fewer at the ends."""
-    half = width // 2
-    smoothed = []
-    for index in range(len(values)):
-        window = values[max(0, index - half) : index + half + 1]
-        smoothed.append(sum(window) / len(window))
-    return smoothed
-
-
 def _curves(panel: _Panel, rows: list[Row]) -> list[_Curve]:
     """The curves of which the run has values; one for equal metrics, as reward and accuracy."""
     curves: list[_Curve] = []
@@ -176,7 +172,7 @@ def _draw_panel(axes: Axes, panel: _Panel, curves: list[_Curve]) -> None:
         if is_held_out(curve.key):
             _draw_held_out(axes, curve, color)
         else:
-            smoothed = smooth(curve.values, _SMOOTHING_STEPS)
+            smoothed = moving_mean(np.array(curve.values), _SMOOTHING_STEPS)
             axes.plot(curve.steps, curve.values, color=color, alpha=0.25, linewidth=1)
             axes.plot(curve.steps, smoothed, color=color, linewidth=1.8, label=curve.label)
     if len(curves) > 1:

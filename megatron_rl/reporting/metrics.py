@@ -70,7 +70,7 @@ TABLE: Mapping[str, Metric] = {
         "partial rollouts only: of groups that continue in the next step", "tokens"
     ),
     "source/servers": Metric("servers only: those at work", "servers"),
-    "source/lost_servers": Metric("servers only: given up since the start", "servers"),
+    "source/lost_servers": Metric("servers only: marked dead since the start", "servers"),
     "source/reissued_requests": Metric(
         "servers only: requests that went to another server, since the start", "requests"
     ),

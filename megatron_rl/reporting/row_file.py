@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.checkpoints.directory import PARTIAL
+
 
 def check_rows(path: Path) -> None:
     """Reads every line. A last line that a kill cut off, or a missing file, is no damage.
@@ -39,7 +41,7 @@ def archive_rows(path: Path, last: int) -> Path | None:
     # A kill between the two leaves the rows in both files: better twice than nowhere.
     archive = path.with_name(f"{path.stem}.overwritten{path.suffix}")
     _write(archive, overwritten, "a")
-    shorter = path.with_name(f"{path.name}.tmp-partial")
+    shorter = path.with_name(f"{path.name}{PARTIAL}")
     _write(shorter, kept, "w")
     shorter.replace(path)
     return archive
@@ -78,3 +80,10 @@ def _write(path: Path, lines: list[str], mode: str) -> None:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file whole: a run may be killed at any moment."""
+    partial = path.with_name(f"{path.name}{PARTIAL}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.reporting.metrics_file import Row
+from megatron_rl.reporting.row_file import replace_text
 from megatron_rl.reporting.sinks import Metrics
 
 _FINISH_S = 60.0  # how long the end of a run may take when nothing can be sent
@@ -98,7 +98,5 @@ def run_id(run_dir: Path) -> str:
     """The id of the wandb run of this folder; made up at the first call."""
     file = run_dir / _ID
     if not file.is_file():
-        partial = file.with_name(f"{_ID}{PARTIAL}")
-        partial.write_text(secrets.token_hex(8) + "\n", encoding="ascii")
-        partial.replace(file)
+        replace_text(file, secrets.token_hex(8) + "\n")
     return file.read_text(encoding="ascii").strip()

@@ -17,7 +17,7 @@ from megatron_rl.plugins import loaded
 from megatron_rl.rewards.base import Options, Task, Verifier
 from megatron_rl.rewards.function import FunctionCaller
 from megatron_rl.rewards.registry import verifier_class, verifier_of_source
-from megatron_rl.rewards.workers.messages import Setup, reason
+from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 from megatron_rl.rewards.workers.pool import WorkerPool
 from megatron_rl.types import Prompt, Score
 
@@ -270,8 +270,10 @@ class WeightedReward:
             self._pool.start()
         return self._pool
 
-    def _setup(self, *, verifiers: tuple[str, ...] = (), function: str | None = None) -> Setup:
-        return Setup(
+    def _setup(
+        self, *, verifiers: tuple[str, ...] = (), function: str | None = None
+    ) -> WorkerSetup:
+        return WorkerSetup(
             plugins=loaded(),
             verifiers=verifiers,
             options=self._options,

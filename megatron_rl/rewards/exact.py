@@ -6,7 +6,7 @@ from megatron_rl.rewards.base import Task, Verdict, Verifier
 from megatron_rl.rewards.registry import register_verifier
 
 
-def is_exact(answer: str, expected: str) -> bool:
+def _is_exact(answer: str, expected: str) -> bool:
     """Whether the two texts are equal after removing white space at both ends."""
     return answer.strip() == expected.strip()
 
@@ -17,4 +17,4 @@ class ExactVerifier(Verifier):
     reads_prompt = False
 
     def verify(self, task: Task, answer: str) -> Verdict:
-        return Verdict(float(is_exact(answer, task.answer)), extracted=answer.strip())
+        return Verdict(float(_is_exact(answer, task.answer)), extracted=answer.strip())

@@ -26,7 +26,7 @@ logged as ``reward/part/NAME``. It may be ``async def``.
 - A call that raises, returns the wrong number of values or takes longer than
   ``reward.function_timeout_s`` gives all its responses reward 0 and ``verifier_problem`` 1; a value
   that is not a finite number does so for its response. The reason is logged once. The run stops
-  after ``MAX_FAILED_CALLS`` calls in a row without one usable value, which together had as many
+  after ``_MAX_FAILED_CALLS`` calls in a row without one usable value, which together had as many
   responses as that number of its largest calls (a call may be of a single response): it would
   train on nothing.
 """
@@ -39,11 +39,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.rewards.base import Task
-from megatron_rl.rewards.workers.messages import Setup
+from megatron_rl.rewards.workers.messages import WorkerSetup
 from megatron_rl.rewards.workers.server import Lane, WorkerServer
 
 _START_TIMEOUT_S = 600.0  # its import may load a model
-MAX_FAILED_CALLS = 3
+_MAX_FAILED_CALLS = 3
 
 
 class FunctionCaller:
@@ -52,7 +52,7 @@ class FunctionCaller:
     ``restarts`` counts how often that process was killed or died.
     """
 
-    def __init__(self, setup: Setup, *, timeout_s: float) -> None:
+    def __init__(self, setup: WorkerSetup, *, timeout_s: float) -> None:
         self._setup = setup
         self._timeout_s = timeout_s
         self._server = WorkerServer(setup)
@@ -89,7 +89,7 @@ class FunctionCaller:
                 )
             if reply is None:
                 self._drop()
-                if self.restarts >= MAX_FAILED_CALLS:
+                if self.restarts >= _MAX_FAILED_CALLS:
                     raise RuntimeError(
                         f"reward.function = {self._setup.function}: its process dies while "
                         "importing it"
@@ -111,8 +111,8 @@ class FunctionCaller:
         else:
             self._failed_calls += 1
             self._failed_responses += len(responses)
-        enough = self._failed_responses >= MAX_FAILED_CALLS * self._largest_call
-        if self._failed_calls >= MAX_FAILED_CALLS and enough:
+        enough = self._failed_responses >= _MAX_FAILED_CALLS * self._largest_call
+        if self._failed_calls >= _MAX_FAILED_CALLS and enough:
             raise ValueError(
                 f"reward.function = {self._setup.function}: {self._failed_calls} calls in a row "
                 f"gave no response a reward; the last one: {problems[0]}; fix the function"

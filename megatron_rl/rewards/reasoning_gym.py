@@ -31,7 +31,7 @@ REFUSED: Mapping[str, str] = {
 # Their scorers evaluate the answer. Digits, brackets and the four operations cannot name anything
 # and, without a power, are computed at once.
 ARITHMETIC_ONLY = ("countdown", "puzzle24")
-ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[-+*/(). \d]{1,200}")
+_ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[-+*/(). \d]{1,200}")
 
 
 @register_verifier("reasoning_gym", sources=rf"{PREFIX}.+")
@@ -87,7 +87,7 @@ class GeneratedVerifier(Verifier):
     def verify(self, task: Task, answer: str) -> Verdict:
         name = task.data_source.removeprefix(PREFIX)
         answer = answer.strip()
-        if name in ARITHMETIC_ONLY and not ARITHMETIC.fullmatch(answer):
+        if name in ARITHMETIC_ONLY and not _ARITHMETIC.fullmatch(answer):
             return Verdict(0.0, extracted=answer)
         scorer = None if name in REFUSED else self._scorer(name)
         assert scorer is not None, f"{task.data_source} was not checked"

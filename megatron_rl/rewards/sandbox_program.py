@@ -46,6 +46,12 @@ X32 = 0x40000000
 NUMBER = 0
 ARCHITECTURE = 4
 FIRST_ARGUMENT = 16
+
+
+def _numbers(text):
+    return tuple(map(int, text.split()))
+
+
 # System calls by machine: those that are always refused, then those whose first argument decides.
 CALLS = {
     "x86_64": {
@@ -54,36 +60,9 @@ CALLS = {
         # pidfd_open ptrace process_vm_readv process_vm_writev socket setpgid setsid unshare setns
         # mount umount2 pivot_root chroot bpf userfaultfd perf_event_open add_key request_key keyctl
         # io_uring_setup
-        "refused": (
-            57,
-            58,
-            59,
-            322,
-            62,
-            200,
-            129,
-            297,
-            424,
-            434,
-            101,
-            310,
-            311,
-            41,
-            109,
-            112,
-            272,
-            308,
-            165,
-            166,
-            155,
-            161,
-            321,
-            323,
-            298,
-            248,
-            249,
-            250,
-            425,
+        "refused": _numbers(
+            "57 58 59 322 62 200 129 297 424 434 101 310 311 41 109 112 272 308 165 166 155 "
+            "161 321 323 298 248 249 250 425"
         ),
         "clone": 56,
         "clone3": 435,
@@ -93,34 +72,9 @@ CALLS = {
     },
     "aarch64": {
         "audit": 0xC00000B7,
-        "refused": (
-            221,
-            281,
-            129,
-            130,
-            138,
-            240,
-            424,
-            434,
-            117,
-            270,
-            271,
-            198,
-            154,
-            157,
-            97,
-            268,
-            40,
-            39,
-            41,
-            51,
-            280,
-            282,
-            241,
-            217,
-            218,
-            219,
-            425,
+        "refused": _numbers(
+            "221 281 129 130 138 240 424 434 117 270 271 198 154 157 97 268 40 39 41 51 280 "
+            "282 241 217 218 219 425"
         ),
         "clone": 220,
         "clone3": 435,

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
-from megatron_rl.config.pieces import Named
-from megatron_rl.config.registry import register_piece
+from megatron_rl.knobs import Named, register_piece
 from megatron_rl.plugins import named, place
 from megatron_rl.rollouts.experience import Groups, Response, Responses
 from megatron_rl.runtime.launch import World
@@ -71,7 +70,7 @@ def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
     """
 
     def register(function: Hook) -> Hook:
-        register_piece("rollout hook", ROLLOUT_HOOKS, name, function, ("step", "groups"))
+        register_piece(ROLLOUT_HOOKS, name, function, ("step", "groups"))
         _hooks[name] = function
         return function
 

@@ -24,9 +24,8 @@ import numpy as np
 from jaxtyping import Int
 
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
-from megatron_rl.config.pieces import Named
-from megatron_rl.config.registry import register_piece
 from megatron_rl.data.token_rows import TokenRows
+from megatron_rl.knobs import Named, register_piece
 from megatron_rl.rollouts.annealed import sampling_of_step
 from megatron_rl.rollouts.experience import Experience, Responses
 from megatron_rl.rollouts.metrics import Clock
@@ -103,7 +102,7 @@ def register_sampling_hook(
     """
 
     def register(maker: Callable[..., SamplingHook]) -> Callable[..., SamplingHook]:
-        piece = register_piece("rollout hook", ROLLOUT_HOOKS, name, maker, ())
+        piece = register_piece(ROLLOUT_HOOKS, name, maker, ())
         piece.resamples = True
         piece.changes_temperature = changes_temperature
         _makers[name] = maker

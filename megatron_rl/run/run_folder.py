@@ -20,14 +20,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from megatron_rl.checkpoints.directory import PARTIAL, later_steps, prune, step_path
+from megatron_rl.checkpoints.directory import later_steps, prune, step_path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
 from megatron_rl.protocols import Policy, RolloutSource, Saving
 from megatron_rl.reporting.figures import draw_curves
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
-from megatron_rl.reporting.row_file import archive_rows
+from megatron_rl.reporting.row_file import archive_rows, replace_text
 from megatron_rl.reporting.sinks import (
     ConsoleLine,
     Metrics,
@@ -216,7 +216,7 @@ class RunFolder:
                 "step": scores.best_step,
                 "checkpoint": name,
             }
-            _replace(self.path / "best.json", json.dumps(best) + "\n")
+            replace_text(self.path / "best.json", json.dumps(best) + "\n")
 
     def export(self, step: int, policy: Policy) -> None:
         """Collective. ``exports/step_NNNNNN``; nothing removes them."""
@@ -285,7 +285,7 @@ class RunFolder:
         self._note_changes(start)
         # Of a run that was made longer: a folder with the figure is taken for one that has ended.
         (self.path / "curves.png").unlink(missing_ok=True)
-        _replace(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
+        replace_text(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
         self._writers.append(MetricsFile(self.path / METRICS))
         if wanted.console:
             self._writers.append(ConsoleLine(config.trainer.num_steps, self._display.console))
@@ -360,10 +360,3 @@ class RunFolder:
                     "new": change.new,
                 }
                 file.write(json.dumps(row) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Never leaves half a file: a run may be killed at any moment."""
-    partial = path.with_name(f"{path.name}{PARTIAL}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

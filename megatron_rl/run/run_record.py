@@ -21,7 +21,7 @@ from megatron_rl.config.keys import within
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import sources
 
-PACKAGES = (
+_PACKAGES = (
     "torch",
     "megatron-core",
     "vllm",
@@ -64,7 +64,7 @@ RUNTIME = (
     "reward.num_workers",
 )
 # Everything in and below these may change. Model and data have rules of their own.
-MUTABLE = (
+_MUTABLE = (
     *NON_TRAINING,
     "trainer.num_steps",
     "batch.tokens_per_microbatch",
@@ -74,15 +74,15 @@ MUTABLE = (
     "precision.adam",
     *RUNTIME,
 )
-BY_CONTENT = ("model.path", "data")
+_BY_CONTENT = ("model.path", "data")
 # How the same prompts are mixed and ordered is no part of their content.
 ORDER = ("data.shuffle", "data.train_weights")
 MODEL, DATA = "model_fingerprint", "data_fingerprint"
-NOT_SETTINGS = ("versions", "git_commit", "world_size", MODEL, DATA)
-SECTION = "set"  # stands for a section where the other record has null
+_NOT_SETTINGS = ("versions", "git_commit", "world_size", MODEL, DATA)
+_SECTION = "set"  # stands for a section where the other record has null
 SHOWN = 8
-NUM_SAMPLES = 16
-SAMPLE_BYTES = 1 << 16
+_NUM_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def describe(config: Config, world_size: int, data: str | None) -> dict[str, Any
         data: fingerprint of the training prompts; None where they have not been read.
     """
     versions = {}
-    for package in PACKAGES:
+    for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -129,7 +129,7 @@ def describe(config: Config, world_size: int, data: str | None) -> dict[str, Any
 def model_fingerprint(path: Path) -> str | None:
     """A digest of ``config.json`` and of names, sizes and samples of the weight files, if any.
 
-    Samples are ``NUM_SAMPLES`` spread blocks of 64 KiB a file: training moves every weight, so two
+    Samples are ``_NUM_SAMPLES`` spread blocks of 64 KiB a file: training moves every weight, so two
     models that differ do so in the samples. Reads at most 1 MiB a file, not the model.
     """
     files = sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
@@ -153,13 +153,13 @@ def data_fingerprint(state: Mapping[str, Any]) -> str:
 
 def _samples(file: Path, size: int) -> Iterator[bytes]:
     with file.open("rb") as stream:
-        if size <= NUM_SAMPLES * SAMPLE_BYTES:
+        if size <= _NUM_SAMPLES * _SAMPLE_BYTES:
             yield stream.read()
             return
-        for number in range(NUM_SAMPLES):
+        for number in range(_NUM_SAMPLES):
             # The first block starts the file, the last one ends it.
-            stream.seek((size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
-            yield stream.read(SAMPLE_BYTES)
+            stream.seek((size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+            yield stream.read(_SAMPLE_BYTES)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
@@ -173,9 +173,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     now = dict(flat(new))
     changes = []
     for key in _comparable(before, now):
-        old_value = before.get(key, SECTION)
-        new_value = now.get(key, SECTION)
-        passed_over = within(key, (*MUTABLE, *BY_CONTENT, *NOT_SETTINGS)) and key not in ORDER
+        old_value = before.get(key, _SECTION)
+        new_value = now.get(key, _SECTION)
+        passed_over = within(key, (*_MUTABLE, *_BY_CONTENT, *_NOT_SETTINGS)) and key not in ORDER
         if old_value != new_value and not passed_over:
             changes.append(Difference(key, old_value, new_value))
     changes += _content(before, now, MODEL, "model.path")

@@ -26,7 +26,7 @@ EXPORTS = "exports"
 STACKS = "stacks"
 LOGS = "logs"
 REQUEUE = "requeue"  # while a run that was stopped on request waits to be resumed
-LARGE_BYTES = 10**10
+_LARGE_BYTES = 10**10
 logger = logging.getLogger(__name__)
 
 
@@ -76,9 +76,9 @@ def finished_text(config: Config) -> str | None:
     changes = differences(record, describe(config, 1, None))
     # The prompts have not been read: a change of ``data`` alone may still be the same content.
     if any(not change.key.startswith("data.") for change in changes):
-        refuse_changes(config, f"{folder} holds", changes)
+        _refuse_changes(config, f"{folder} holds", changes)
     step = directory.step_of(newest) or 0
-    refuse_fewer_steps(config, newest, step)
+    _refuse_fewer_steps(config, newest, step)
     check_rows(folder / METRICS)
     scores = scores_until(config, step)
     exported = not config.checkpoint.export_at_end or (folder / "export" / "config.json").is_file()
@@ -188,13 +188,13 @@ def _compared(
     """``start`` with what differs between the run of before and this one."""
     changes = differences(old, record) if old is not None else []
     if changes:
-        refuse_changes(config, subject, changes)
+        _refuse_changes(config, subject, changes)
     if start.checkpoint is not None:
-        refuse_fewer_steps(config, start.checkpoint, start.step)
+        _refuse_fewer_steps(config, start.checkpoint, start.step)
     return replace(start, changes=tuple(changes))
 
 
-def refuse_changes(config: Config, subject: str, changes: list[Difference]) -> None:
+def _refuse_changes(config: Config, subject: str, changes: list[Difference]) -> None:
     """Raises ValueError unless ``resume.changed`` allows the changes."""
     if config.resume.changed == "allow":
         return
@@ -206,7 +206,7 @@ def refuse_changes(config: Config, subject: str, changes: list[Difference]) -> N
     )
 
 
-def refuse_fewer_steps(config: Config, checkpoint: Path, step: int) -> None:
+def _refuse_fewer_steps(config: Config, checkpoint: Path, step: int) -> None:
     """Raises ValueError when the checkpoint is of a later step than the run is to have."""
     if step > config.trainer.num_steps:
         raise ValueError(
@@ -276,7 +276,7 @@ def newest_whole(world: World, root: Path, *, digests: bool) -> Path | None:
 def digest_problem(world: World, path: Path) -> str | None:
     """Collective: a file of a checkpoint that is not what was written; each rank reads a share."""
     names = world.from_main(lambda: directory.file_names(path))
-    if world.is_main and (size := disk.used_bytes(path)) > LARGE_BYTES:
+    if world.is_main and (size := disk.used_bytes(path)) > _LARGE_BYTES:
         logger.info(
             "reading %s of %s to compare digests (checkpoint.verify=false does not)",
             disk.as_text(size),

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CpuEvent:
-    """On the CPU everything recorded has already happened."""
+    """An event of a CPU, where everything recorded has already happened."""
 
     def synchronize(self) -> None: ...
 

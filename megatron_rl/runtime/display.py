@@ -1,7 +1,7 @@
 """What a user sees while a run works: its phase, and the progress of generation.
 
 On a terminal one live line below the log; elsewhere (a file, a pipe, Slurm's output) plain lines:
-one when a phase begins, and one every ``LOG_EVERY_S`` seconds of a long generation. Only rank 0
+one when a phase begins, and one every ``_LOG_EVERY_S`` seconds of a long generation. Only rank 0
 shows anything.
 """
 
@@ -17,7 +17,7 @@ from rich.status import Status
 
 from megatron_rl.runtime.guard.activity import ACTIVITY
 
-LOG_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 _LONG_S = 10.0  # a phase that took longer gets a line with its duration
 
 
@@ -100,7 +100,7 @@ class Display:
     def generating(self, what: str) -> Callable[[Progress], None]:
         """A function to be called during a generation.
 
-        A log gets a line every ``LOG_EVERY_S`` seconds, so nothing of a short generation.
+        A log gets a line every ``_LOG_EVERY_S`` seconds, so nothing of a short generation.
 
         Args:
             what: which generation this is, e.g. "step 12".
@@ -111,7 +111,7 @@ class Display:
         def report(progress: Progress) -> None:
             nonlocal last_line
             now = self._clock()
-            is_due = self._shown and not self._live and now - last_line >= LOG_EVERY_S
+            is_due = self._shown and not self._live and now - last_line >= _LOG_EVERY_S
             if self._status is None and not is_due:
                 return
             elapsed = max(now - begin, 1e-9)

@@ -42,8 +42,8 @@ class Barrier:
         self._keys: deque[list[str]] = deque()  # of the steps that have begun, by the first
 
     def wait(self, step: str, rank: int, problem: str = "") -> None:
-        """All but the first: waits for the verdict of ``release``. Raises JointGroupError when any
-        process has a problem."""
+        """Waits until the first process calls ``release``; for all but the first. Raises
+        JointGroupError when any process has a problem."""
         self._write(f"{step}/{rank}", problem)
         verdict = self._read(f"{step}/verdict")
         if verdict:
@@ -52,8 +52,9 @@ class Barrier:
     def release(
         self, step: str, ranks: Sequence[int], absent: Callable[[], Mapping[int, str]]
     ) -> dict[int, str]:
-        """The first: waits until all ``ranks`` arrived, or ``absent()`` says which of them will not
-        and why. Returns the problems by rank; where there are any, the step does not begin."""
+        """For the first process: waits until all ``ranks`` arrived, or ``absent()`` says which of
+        them will not and why. Returns the problems by rank; where there are any, the step does not
+        begin."""
         keys = [f"{step}/{rank}" for rank in ranks]
         problems: Mapping[int, str] = {}
         # ``check`` does not wait, as ``get`` would: meanwhile a process may turn out to be absent.
@@ -75,11 +76,11 @@ class Barrier:
                 self.store.delete_key(key)
 
     def has_arrived(self, step: str, rank: int) -> bool:
-        """The first: whether a process waits for the step to begin."""
+        """For the first process: whether another waits for the step to begin."""
         return self.store.check([f"{step}/{rank}"])
 
     def report(self, step: str, rank: int, problem: str) -> None:
-        """All but the first: how the step ended."""
+        """Reports how the step ended; for all but the first."""
         self._write(f"{step}/end/{rank}", problem)
 
     def has_reported(self, step: str, ranks: Sequence[int]) -> bool:
@@ -87,7 +88,7 @@ class Barrier:
         return self.store.check([f"{step}/end/{rank}" for rank in ranks])
 
     def reports(self, step: str, ranks: Sequence[int]) -> dict[int, str]:
-        """The first: waits for the reports of all ``ranks``."""
+        """For the first process: waits for the reports of all ``ranks``."""
         return self._texts([f"{step}/end/{rank}" for rank in ranks], ranks)
 
     def _texts(self, keys: Sequence[str], ranks: Sequence[int]) -> dict[int, str]:
@@ -99,18 +100,18 @@ class Barrier:
     def _read(self, key: str) -> str:
         """Waits for the text. One that is signed with another secret counts as a problem."""
         message = self.store.get(key).decode()
-        text = message[SIGNATURE_LENGTH:]
+        text = message[_SIGNATURE_LENGTH:]
         expected = signature(self.secret, f"{key} {text}")
-        if hmac.compare_digest(message[:SIGNATURE_LENGTH].encode(), expected.encode()):
+        if hmac.compare_digest(message[:_SIGNATURE_LENGTH].encode(), expected.encode()):
             return text
         return "it does not know the secret of this run"
 
 
-SIGNATURE_LENGTH = 64
+_SIGNATURE_LENGTH = 64
 
 
 def signature(secret: str, text: str) -> str:
-    """SIGNATURE_LENGTH hexadecimal digits that only who knows ``secret`` can compute."""
+    """_SIGNATURE_LENGTH hexadecimal digits that only who knows ``secret`` can compute."""
     return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 

@@ -48,7 +48,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the launch.
+    """The ranks of a launch, and the control collectives over them.
 
     Objects travel over gloo, so that control never waits for a device queue.
     """

@@ -27,8 +27,8 @@ def raise_limit(pid: int) -> int:
 
 
 def raise_limit_of_torchrun() -> None:
-    """For the parent of this process, which holds a connection to every rank of the launch where it
-    serves their store."""
+    """Raises the limit of the parent of this process, which holds a connection to every rank of the
+    launch where it serves their store."""
     try:
         raise_limit(os.getppid())
     except (PermissionError, ProcessLookupError):  # another user's, or it ends

@@ -32,8 +32,11 @@ logger = logging.getLogger(__name__)
 class Registration:
     """The content of a server's file.
 
-    ``url``: as the trainer reaches it; ``beat``: how often it has written this; ``lease_s``: silent
-    for longer, it is gone.
+    Attributes:
+        url: as the trainer reaches it.
+        beat: how often it has written this.
+        lease_s: a server without a beat for longer counts as gone.
+
     Example: ``Registration("node3-8000-1f2e", "http://127.0.0.1:8000", beat=7, lease_s=30.0)``.
     """
 

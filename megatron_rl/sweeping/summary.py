@@ -25,7 +25,7 @@ def summary(trials: Sequence[Trial], finished: Iterable[str], metrics: Sequence[
         finished: the names of the trials that are; a mean with runs of other lengths says nothing.
     """
     done = set(finished)
-    parts = [_table(last_values(trials, done, metric), metric) for metric in metrics]
+    parts = [_table(_last_values(trials, done, metric), metric) for metric in metrics]
     missing = [trial.name for trial in trials if not trial.same_as and trial.name not in done]
     notes = []
     if missing:
@@ -36,7 +36,7 @@ def summary(trials: Sequence[Trial], finished: Iterable[str], metrics: Sequence[
     return "\n\n".join(parts)
 
 
-def last_values(trials: Sequence[Trial], finished: set[str], metric: str) -> Scores:
+def _last_values(trials: Sequence[Trial], finished: set[str], metric: str) -> Scores:
     """The last value of every finished run that has the metric.
 
     A combination whose runs are all those of another one has no row of its own.

@@ -49,7 +49,7 @@ class RunningChecksum:
         self.written(min(self.buffer.numel(), whole_pieces))
 
     def result(self) -> Tensor:
-        """On the host; from an accelerator without waiting for it."""
+        """All checksums on the host; from an accelerator without waiting for it."""
         assert self.end == self.buffer.numel()
         return torch.cat(self.sums).to("cpu", non_blocking=True)
 

@@ -23,7 +23,7 @@ from megatron_rl.weight_sync.failure import HALF_UPDATED
 from megatron_rl.weight_sync.planner.program import Extent, Message, Program, Round
 from megatron_rl.weight_sync.planner.schedule import ALIGNMENT, BucketId
 
-MAX_MESSAGES_SHOWN = 8
+_MAX_MESSAGES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,12 @@ class _ParameterForm(NamedTuple):
 
 
 class Transport:
-    """Runs one program again and again, on the process group whose ranks the plan speaks of.
+    """Runs one program again and again, on the process group whose ranks the plan names.
+    Collective: every rank of the group constructs it.
 
-    ``device``: where staging buffers live; that of the parameters. ``kind``: of the checksums;
-    None: what suits the device. Collective: every rank of the group constructs it.
+    Attributes:
+        device: where staging buffers live; that of the parameters.
+        kind: of the checksums; None: what suits the device.
     """
 
     def __init__(
@@ -358,22 +360,8 @@ class _TransportRun:
     def failure(self, step: Round, error: RuntimeError) -> LostPeerError:
         messages = [f"to rank {message.peer}: {message.contents}" for message in step.sends]
         messages += [f"from rank {message.peer}: {message.contents}" for message in step.receives]
-        shown = "; ".join(messages[:MAX_MESSAGES_SHOWN])
+        shown = "; ".join(messages[:_MAX_MESSAGES_SHOWN])
         return LostPeerError(
             f"rank {self.program.rank}: round {step.number} of the weight sync failed ({shown}):"
             f" {error}. {HALF_UPDATED}"
         )
-
-
-def tensors(parameters: Mapping[str, Tensor]) -> Parameters:
-    """The lookup of a plain mapping. Raises ValueError naming a key that it lacks."""
-
-    def get(key: str) -> Tensor:
-        if key not in parameters:
-            raise ValueError(
-                f"parameter {key!r} is in the plan but not among the {len(parameters)} parameters"
-                " of this process"
-            )
-        return parameters[key]
-
-    return get

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.loss import load_method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.experience import Experience

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.loss import load_method
+from megatron_rl.config.method import load_method
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, parts
 from tests.ranks import call

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.loss import load_method
+from megatron_rl.config.method import load_method
 from megatron_rl.passes import TokenScores
 from megatron_rl.rollouts.partials import of_all_rows, response_sums
 from megatron_rl.signals import signals_of

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.load import conf_dir
-from megatron_rl.config.method import MismatchConfig
-from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
+from megatron_rl.loss.config import MismatchConfig
 from tests.ranks import call, on_ranks
 from tests.unit.loss.batches import LIMIT, response_batch, rollout, token_batch
 from tests.unit.loss.reference import Row

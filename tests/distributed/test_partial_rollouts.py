@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.loss import load_method
 from megatron_rl.rollouts.partial_groups import PartialGroups
 from megatron_rl.rollouts.partial_rollouts import PartialRollouts
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler, sampling_seed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.loss import load_method
+from megatron_rl.config.method import load_method
 from megatron_rl.signals import signals_of
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, num_lent, parts

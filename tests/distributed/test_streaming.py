@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.loss import load_method
 from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler
 from megatron_rl.rollouts.step_end import StepEnd

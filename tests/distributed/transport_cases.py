@@ -16,7 +16,7 @@ from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, m
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.reshard import ReshardSync
-from megatron_rl.weight_sync.transport import Transport, tensors
+from megatron_rl.weight_sync.transport import Transport
 from tests.distributed.transport_faults import (
     Sink,
     Source,
@@ -26,7 +26,13 @@ from tests.distributed.transport_faults import (
     no_room,
     raised_in_the_middle,
 )
-from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, vllm_shards
+from tests.unit.weight_sync.slow_layouts import (
+    UNWRITTEN,
+    hf_tensors,
+    megatron_shards,
+    tensors,
+    vllm_shards,
+)
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
 from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from tools.planning.plan_figures import peak_staging_bytes

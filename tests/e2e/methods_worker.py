@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.loss import load_method
 from megatron_rl.rollouts.given import Encode, GivenFirst, encoder
 from megatron_rl.rollouts.rollouts import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import conf_dir
-from megatron_rl.loss import load_method
+from megatron_rl.config.method import load_method
 from megatron_rl.reporting.metrics import defined
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import launch

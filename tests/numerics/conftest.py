@@ -20,7 +20,7 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def seeing_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a HF directory of every tiny model that sees, each under its name."""
+    """A folder with a HF directory of every tiny vision-language model, each under its name."""
     from tests import zoo
 
     folder = tmp_path_factory.mktemp("seeing_models")

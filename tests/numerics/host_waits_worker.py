@@ -13,9 +13,10 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.sequences import response_tokens
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.loss import Credit, load_method
+from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.experience import Experience, Responses

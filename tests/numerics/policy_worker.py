@@ -133,7 +133,7 @@ def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def parts(tensors: dict[str, Any]) -> dict[str, list[str]]:
-    """The names of a model that sees, apart; nothing of another."""
+    """The names of a vision-language model, apart; nothing of another."""
     tower = [name for name in tensors if name.startswith("visual.")]
     rest = [name for name in tensors if not name.startswith("visual.")]
     return {"tower": tower, "language": rest} if tower else {}

@@ -1,4 +1,4 @@
-"""Prompts with images for a tiny model that sees, and what transformers says about them."""
+"""Prompts with images for a tiny vision-language model, and what transformers says about them."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def misfits_are_refused_and_the_server_serves_on() -> None:
         lambda shard: []: (TARGET, "held by no training rank"),
         lambda shard: [shard, replace(shard, name="model.layers.1.self_attn.sinks")]: (
             "sinks",
-            "wanted by none of the rollout ranks",
+            "needed by none of the rollout ranks",
         ),
         lambda shard: [replace(shard, dtype="bfloat16")]: (TARGET, "bfloat16", "float32"),
     }.items():

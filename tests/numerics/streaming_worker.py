@@ -14,8 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.loss import load_method
 from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.step_end import StepEnd

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import Credit, TokenBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import Credit, TokenBatch
 from megatron_rl.loss.per_token.entropy_anchor import find_peaks
 from megatron_rl.loss.segments import group_accuracy
 from megatron_rl.passes import LocalBatch, Output, TokenScores

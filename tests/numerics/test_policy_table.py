@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import Method, ResponseBatch, TokenBatch
 from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import SequenceBatch

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import ResponseBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import ResponseBatch
 from megatron_rl.passes import Output
 from megatron_rl.signals import signals_of
 from tests import zoo

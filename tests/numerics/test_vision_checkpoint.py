@@ -1,4 +1,4 @@
-"""Checkpoints, exports and conversions of a policy that sees (real megatron-core)."""
+"""Checkpoints, exports and conversions of a vision-language policy (real megatron-core)."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.multimodal.masks import masked
-from megatron_rl.loss import Credit, Method, TokenBatch, load_method
+from megatron_rl.loss import Credit, Method, TokenBatch
 from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.rollouts.experience import Experience
 from megatron_rl.signals import masked_images, signals_of

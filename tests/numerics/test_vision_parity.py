@@ -1,5 +1,5 @@
-"""A policy that sees, on real megatron-core in many layouts, against transformers and torch on the
-same weights (float32)."""
+"""A vision-language policy, on real megatron-core in many layouts, against transformers and torch
+on the same weights (float32)."""
 
 from __future__ import annotations
 

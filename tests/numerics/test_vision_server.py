@@ -1,5 +1,5 @@
-"""A policy that sees pushes its weights into a stock vLLM server; images that the server has seen
-before are seen anew."""
+"""A vision-language policy pushes its weights into a stock vLLM server; images that the server has
+seen before are seen anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of a policy that sees reach real vLLM, its tower's too, by both methods."""
+"""The weights of a vision-language policy reach real vLLM, its tower's too, by both methods."""
 
 from __future__ import annotations
 

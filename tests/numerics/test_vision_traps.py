@@ -1,4 +1,4 @@
-"""What goes wrong without a word in a policy that sees, each with what prevents it (real
+"""What goes wrong without a word in a vision-language policy, each with what prevents it (real
 megatron-core)."""
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def assert_no_tower(policy: MegatronPolicy) -> None:
 
 
 def test_padding_and_dummy_rows_have_plain_positions() -> None:
-    """An empty micro-batch of a model that sees."""
+    """An empty micro-batch of a vision-language model."""
     arch = vision.Vision(
         tensors=(),
         image_token=zoo.IMAGE_TOKEN,
@@ -306,9 +306,9 @@ def test_padding_and_dummy_rows_have_plain_positions() -> None:
         hidden_size=1,
         ffn_hidden_size=1,
     )
-    eyes = vision.Eyes(arch, PROCESSOR, has_tower=True)
+    batcher = vision.VisionBatcher(arch, PROCESSOR, has_tower=True)
     rule = microbatches.multiples(1, 1, False)
-    packer = microbatches.Packer(rule, 0, 1, torch.device("cpu"), eyes=eyes)
+    packer = microbatches.Packer(rule, 0, 1, torch.device("cpu"), vision=batcher)
     packing = packer.pack(seeing_batch(), [], at_least=4).packing
     assert packing.rope_positions.tolist() == [[[0, 1, 2, 3]]] * 3
     assert packing.images is None

@@ -1,5 +1,5 @@
-"""Two ranks: a policy that sees pushes its weights into a vLLM server, which then answers about
-images that it has seen before.
+"""Two ranks: a vision-language policy pushes its weights into a vLLM server, which then answers
+about images that it has seen before.
 
 Usage: ``vision_server_worker.py URL FOLDER``
 """

@@ -1,5 +1,5 @@
-"""Two processes: a policy that sees and its engine. After every update and sync, by either method,
-the engine's logprobs of prompts with the same images are those of the policy."""
+"""Two processes: a vision-language policy and its engine. After every update and sync, by either
+method, the engine's logprobs of prompts with the same images are those of the policy."""
 
 import argparse
 import hashlib

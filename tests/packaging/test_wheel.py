@@ -16,7 +16,7 @@ import megatron_rl
 assert megatron_rl.__file__.startswith(sys.argv[1]), megatron_rl.__file__
 from megatron_rl.config.load import compose, conf_dir
 assert str(conf_dir()).startswith(sys.argv[1]), conf_dir()
-from megatron_rl.loss.method import load_method
+from megatron_rl.config.method import load_method
 print("method:", load_method("grpo").name)
 """
 

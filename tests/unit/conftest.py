@@ -32,15 +32,14 @@ def fresh_registries() -> Iterator[None]:
     were."""
     from megatron_rl import models as families
     from megatron_rl import plugins
-    from megatron_rl.config import hooks, load, method
+    from megatron_rl.config import hooks, load
     from megatron_rl.loss import choices
     from megatron_rl.rollouts import hooks as trainer_hooks
     from megatron_rl.rollouts import resampling
     from megatron_rl.signals import registry as signals
 
-    method.ESTIMATORS.complete()  # or the package's own would be taken away with the plug-ins
-    tables = [method.ESTIMATORS, method.SHAPERS, method.TOKEN_SHAPERS, method.POLICY_LOSSES]
-    tables += [choices.ESTIMATORS, choices.SHAPERS, choices.TOKEN_SHAPERS, choices.POLICY_LOSSES]
+    tables = [choices.ESTIMATORS, choices.SHAPERS, choices.TOKEN_SHAPERS, choices.POLICY_LOSSES]
+    # Complete, or the package's own would be taken away with the plug-ins.
     tables += [hooks.ROLLOUT_HOOKS.complete()]
     tables += [trainer_hooks._hooks, resampling._makers, families.FAMILIES, plugins._sources]
     tables += [signals._SIGNALS]

@@ -13,8 +13,9 @@ import torch
 from transformers import Qwen3Config
 
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
-from megatron_rl.loss import ResponseBatch, TokenBatch, load_method
+from megatron_rl.loss import ResponseBatch, TokenBatch
 from megatron_rl.models import read_architecture
 from megatron_rl.plugins import load_plugins, loaded, sources
 from megatron_rl.rollouts.experience import Response

@@ -22,11 +22,13 @@ from megatron_rl.config.load import check_given, compose, conf_dir
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import add_plugin_option, load_plugins
 
-DESCRIPTION = "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
+_DESCRIPTION = (
+    "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
+)
 GROUPS = "groups"  # the value of --info for all of them
 ROOT = "config"
 TRAIN = "python -m megatron_rl.train"
-MULTIRUNS = "runs/multirun"
+_MULTIRUNS = "runs/multirun"
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,10 @@ def arguments(argv: Sequence[str] | None, local_size: int | None = None) -> argp
 
 
 def _parser() -> Parser:
-    groups = "\n".join(f"  {group}: {', '.join(names)}" for group, names in all_groups().items())
+    groups = "\n".join(f"  {group}: {', '.join(names)}" for group, names in _all_groups().items())
     parser = Parser(
         prog="python -m megatron_rl.train",
-        description=DESCRIPTION,
+        description=_DESCRIPTION,
         epilog=f"Groups and their options (group=option):\n{groups}\n\n"
         "All keys with their values: --cfg job",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -129,14 +131,14 @@ def _parser() -> Parser:
     many = f"every combination of key=a,b as a run of --nproc processes: starts {SWEEP}"
     add("-m", "--multirun", action="store_true", help=many)
     add("--nproc", type=int, metavar="N", help="of --multirun: processes of one run")
-    folder = f"of --multirun: folder of the runs; default {MULTIRUNS}/DATE_TIME"
+    folder = f"of --multirun: folder of the runs; default {_MULTIRUNS}/DATE_TIME"
     add("--out", type=Path, metavar="DIR", help=folder)
     add("-r", "--run", action="store_true", help=argparse.SUPPRESS)  # Hydra's word for one run
     add("-cp", "--config-path", help=argparse.SUPPRESS)
     return parser
 
 
-def all_groups() -> dict[str, list[str]]:
+def _all_groups() -> dict[str, list[str]]:
     """The options of every group of the package, by name."""
     groups = {}
     for folder in sorted(conf_dir().iterdir()):
@@ -163,7 +165,7 @@ def _check_multirun(options: argparse.Namespace, local_size: int | None) -> None
 def words_of_sweep(options: argparse.Namespace) -> list[str]:
     """The command line of megatron_rl.sweep that is meant by --multirun."""
     started = time.strftime("%Y-%m-%d_%H-%M-%S")
-    out = options.out or Path(MULTIRUNS, started)
+    out = options.out or Path(_MULTIRUNS, started)
     own = ["--out", str(out), "--nproc", str(options.nproc)]
     return [*own, *handed_on(options.plugin, root_of(options)), *options.overrides]
 
@@ -190,12 +192,12 @@ def _complete(options: argparse.Namespace) -> int:
         raise ValueError(f"--completion {shell}: there is a script for bash only")
     # argparse names its options nowhere in public.
     flags = [flag for flag in _parser()._option_string_actions if flag.startswith("--")]
-    print(completion.bash(all_groups(), flags), end="", flush=True)
+    print(completion.bash(_all_groups(), flags), end="", flush=True)
     return 0
 
 
 def _inform(options: argparse.Namespace) -> int:
-    groups = all_groups()
+    groups = _all_groups()
     if options.info in groups:
         print("\n".join(_described(options.info, groups)), flush=True)
         return 0

@@ -12,7 +12,7 @@ from megatron_rl.config.rules.layout_rules import longest_engine_stage
 from megatron_rl.config.schema import Config, RolloutConfig
 
 GIB = 2**30
-BLOCK_TOKENS = {"cpu": 128, "gpu": 16}  # tokens of one block of the cache, as vLLM cuts it
+_BLOCK_TOKENS = {"cpu": 128, "gpu": 16}  # tokens of one block of the cache, as vLLM cuts it
 
 
 def cache_problems(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
@@ -20,7 +20,7 @@ def cache_problems(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool
     rollout = config.rollout
     if rollout.kv_cache_gib is None:
         return
-    least = least_cache_bytes(rollout, hf_config, BLOCK_TOKENS["cpu" if on_cpu else "gpu"])
+    least = least_cache_bytes(rollout, hf_config, _BLOCK_TOKENS["cpu" if on_cpu else "gpu"])
     if least is None or rollout.kv_cache_gib * GIB >= least:
         return
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens

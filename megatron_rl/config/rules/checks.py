@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.data_names import data_problems, entries, weight_problems
-from megatron_rl.config.method import reward_scheme_errors
 from megatron_rl.config.model_config import model_sizes
 from megatron_rl.config.rules.cache import cache_problems
 from megatron_rl.config.rules.engine_checks import (
@@ -29,8 +28,9 @@ from megatron_rl.config.rules.layout_rules import (
 from megatron_rl.config.rules.source_rules import source_problems
 from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.loss.config import reward_scheme_errors
 
-LAYERS_IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+_LAYERS_IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def _recipe(fp8: Fp8Config) -> Iterator[str]:
             yield f"precision.fp8.{key} = None: recipe delayed needs it; see precision=fp8_delayed"
         elif not delayed and value is not None:
             yield f"precision.fp8.{key} = {value}: only recipe delayed has it; set it to null"
-    for key in LAYERS_IN_BF16:
+    for key in _LAYERS_IN_BF16:
         layers = getattr(fp8, key)
         if delayed and layers:
             yield (
@@ -323,7 +323,7 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     if fp8 is not None:
         # megatron's own limit, of uneven stages too.
         even_share = sizes.num_layers // config.parallel.pipeline
-        for key in LAYERS_IN_BF16:
+        for key in _LAYERS_IN_BF16:
             if getattr(fp8, key) > even_share:
                 yield (
                     f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has"

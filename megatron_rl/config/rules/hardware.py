@@ -13,18 +13,18 @@ from megatron_rl.config.schema import Config, Fp8Config, ParallelConfig, Rollout
 # kernels need.
 BLOCK = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 # The first Transformer Engine that megatron-core accepts for a recipe.
-MIN_ENGINE = {"delayed": (1, 0), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 1)}
+_MIN_ENGINE = {"delayed": (1, 0), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 1)}
 # Compute capabilities [from, below): FP8 exists since Ada (8.9), scales of blocks since Hopper
 # (9.0), MXFP8 on Blackwell (10.x, 11.x).
-CAPABILITY = {
+_CAPABILITY = {
     "delayed": ((8, 9), (99, 0)),
     "tensorwise": ((8, 9), (99, 0)),
     "blockwise": ((9, 0), (99, 0)),
     "mxfp8": ((10, 0), (12, 0)),
 }
 # Widths of an attention head for which vLLM has CPU kernels; it fails only at the first request.
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-OTHER_RECIPE = "choose precision=fp8_tensorwise or precision=bf16"
+_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_OTHER_RECIPE = "choose precision=fp8_tensorwise or precision=bf16"
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def engine_problems(
 
 
 def _cpu_heads(sizes: ModelSizes) -> Iterator[str]:
-    if sizes.head_dim and sizes.head_dim not in CPU_HEAD_DIMS:
-        known = ", ".join(map(str, CPU_HEAD_DIMS))
+    if sizes.head_dim and sizes.head_dim not in _CPU_HEAD_DIMS:
+        known = ", ".join(map(str, _CPU_HEAD_DIMS))
         yield (
             f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
             " only; use a model with one of these, or a GPU"
@@ -115,9 +115,9 @@ def _recipe(fp8: Fp8Config, machine: Machine) -> Iterator[str]:
             " precision=bf16"
         )
         return
-    first, end = CAPABILITY[fp8.recipe]
+    first, end = _CAPABILITY[fp8.recipe]
     if not first <= machine.compute_capability < end:
-        remedy = OTHER_RECIPE if machine.compute_capability >= (8, 9) else "choose precision=bf16"
+        remedy = _OTHER_RECIPE if machine.compute_capability >= (8, 9) else "choose precision=bf16"
         span = f"{first[0]}.{first[1]} or more"
         if end < (99, 0):
             span += f" and below {end[0]}.{end[1]}"
@@ -129,11 +129,11 @@ def _recipe(fp8: Fp8Config, machine: Machine) -> Iterator[str]:
             f"{key}: FP8 layers come from Transformer Engine, which cannot be imported here;"
             " install it, or choose precision=bf16"
         )
-    elif _version(machine.transformer_engine) < MIN_ENGINE[fp8.recipe]:
-        wanted = ".".join(map(str, MIN_ENGINE[fp8.recipe]))
+    elif _version(machine.transformer_engine) < _MIN_ENGINE[fp8.recipe]:
+        wanted = ".".join(map(str, _MIN_ENGINE[fp8.recipe]))
         yield (
             f"{key}: needs Transformer Engine {wanted} or newer, here is"
-            f" {machine.transformer_engine}; update it, or {OTHER_RECIPE}"
+            f" {machine.transformer_engine}; update it, or {_OTHER_RECIPE}"
         )
 
 
@@ -168,7 +168,7 @@ def linear_sizes(parallel: ParallelConfig, sizes: ModelSizes) -> dict[str, int]:
 
 def _block_sizes(fp8: Fp8Config, parallel: ParallelConfig, sizes: ModelSizes) -> Iterator[str]:
     block = BLOCK[fp8.recipe]
-    other = OTHER_RECIPE if block > 16 else "choose precision=bf16"
+    other = _OTHER_RECIPE if block > 16 else "choose precision=bf16"
     for what, size in linear_sizes(parallel, sizes).items():
         if size % block:
             yield (

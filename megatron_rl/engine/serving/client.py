@@ -18,7 +18,7 @@ from megatron_rl.engine.sampling import request_seed, sampling_values
 from megatron_rl.runtime.plain_data import MalformedMessageError, decoded
 from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
 
-GENERATE = "inference/v1/generate"
+_GENERATE = "inference/v1/generate"
 _SHOWN = 500  # characters of a refusal
 # Idle connections are closed here before a server does it: vLLM's after 5 s. A request on one that
 # is closed from the other side at that moment would be lost.
@@ -121,7 +121,7 @@ class ServerClient:
         what = f"prompt {prompt.uid}"
         asked = served_request(prompt.token_ids, prompt.images, self._multimodal, what)
         body = {**asked, "sampling_params": values}
-        answer: _Generated = await self._post(GENERATE, body, _Generated, what)
+        answer: _Generated = await self._post(_GENERATE, body, _Generated, what)
         if prompt.images:
             check_expansion(prompt.token_ids, answer.prompt_token_ids or (), what)
         (choice,) = answer.choices
@@ -144,7 +144,7 @@ class ServerClient:
         }
         asked = served_request(token_ids, images, self._multimodal, "score")
         body = {**asked, "sampling_params": values}
-        answer: _ScoredPrompt = await self._post(GENERATE, body, _ScoredPrompt, "score")
+        answer: _ScoredPrompt = await self._post(_GENERATE, body, _ScoredPrompt, "score")
         by_token = answer.prompt_logprobs[1:]
         return [
             scores[str(token)].logprob

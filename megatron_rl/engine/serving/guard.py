@@ -15,17 +15,17 @@ from typing import Any
 
 from vllm import envs
 
-Scope = MutableMapping[str, Any]
+_Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Callable[[], Awaitable[Message]], Send], Awaitable[None]]
+_Send = Callable[[Message], Awaitable[None]]
+_App = Callable[[_Scope, Callable[[], Awaitable[Message]], _Send], Awaitable[None]]
 
 
 class RequireSecret:
     """ASGI middleware: a request without ``Authorization: Bearer <VLLM_API_KEY>`` gets 401,
     on every path."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: _App) -> None:
         """Raises ValueError where there is no key."""
         if not envs.VLLM_API_KEY:
             raise ValueError(
@@ -35,7 +35,7 @@ class RequireSecret:
         self._expected = f"Bearer {envs.VLLM_API_KEY}".encode()
 
     async def __call__(
-        self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Send
+        self, scope: _Scope, receive: Callable[[], Awaitable[Message]], send: _Send
     ) -> None:
         if scope["type"] not in ("http", "websocket") or self._knows_secret(scope):
             await self._app(scope, receive, send)
@@ -46,6 +46,6 @@ class RequireSecret:
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
 
-    def _knows_secret(self, scope: Scope) -> bool:
+    def _knows_secret(self, scope: _Scope) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(given, self._expected)

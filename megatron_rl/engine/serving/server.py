@@ -124,7 +124,7 @@ def free_port(host: str) -> int:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and how long it may be silent.
+    """The address that a server listens on, and how long it may be silent.
 
     Example: ``Address("127.0.0.1", port=0, lease_s=30.0)``, at a free port.
     """

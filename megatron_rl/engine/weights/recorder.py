@@ -1,5 +1,5 @@
-"""Where an engine's own loader puts each element of a checkpoint: found by watching it load tensors
-that have no data.
+"""Records where an engine's own loader puts each element of a checkpoint, by watching it load
+tensors that have no data.
 
 No table of architectures: whatever slices the loader cuts and wherever it copies them, views of a
 tensor without data carry their offset, shape and strides all the same, and a shard is no more.

@@ -58,9 +58,13 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What the trainer sends for each update. ``kind``: "replace": weights come and take the place
-    of the old ones; "stage": they come; "switch": those that were staged take their place.
-    ``step``: under which the workers meet the trainer; they do not for a switch."""
+    """What the trainer sends for each update.
+
+    Attributes:
+        kind: "replace": weights come and take the place of the old ones; "stage": they come;
+            "switch": those that were staged take their place.
+        step: under which the workers meet the trainer; they do not for a switch.
+    """
 
     step: str
     version: int
@@ -68,9 +72,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class WorkerSink:
-    """One worker's end of a planned sync. ``replica``: of all engines in the joint group; set anew
-    at each connection. ``staged``: weights next to those in use; ``is_staging``: what comes goes
-    there. ``failure``: why its model must not run until an update is complete."""
+    """One worker's end of a planned sync.
+
+    Attributes:
+        replica: of all engines in the joint group; set anew at each connection.
+        staged: weights next to those in use.
+        is_staging: what comes goes there.
+        failure: why its model must not run until an update is complete.
+    """
 
     def __init__(self, receiver: ShardReceiver, shards: list[Shard]) -> None:
         self.receiver = receiver
@@ -113,7 +122,7 @@ class WorkerSink:
 
 # Collective over trainer and workers: replaces the worker's weights by those of a version.
 Sync = Callable[[int], SyncReport]
-Connect = Callable[[WorkerSink, dist.ProcessGroup, TransferOptions], Sync]
+_Connect = Callable[[WorkerSink, dist.ProcessGroup, TransferOptions], Sync]
 
 
 class ShardTransferEngine(WeightTransferEngine):
@@ -122,7 +131,7 @@ class ShardTransferEngine(WeightTransferEngine):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    connect: ClassVar[Connect]
+    connect: ClassVar[_Connect]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -231,7 +240,7 @@ class ShardTransferEngine(WeightTransferEngine):
             self.sync(update_info.version)
 
     def _stage(self, update_info: UpdateInfo) -> None:
-        """In a thread of its own: the engine samples at the same time."""
+        """Takes part in a thread of its own, while the engine samples."""
         assert self.sink is not None, "a trainer has connected"
         self.sink.is_staging = True
         try:
@@ -248,7 +257,8 @@ class ShardTransferEngine(WeightTransferEngine):
             self.staging = None
 
     def _switch(self, version: int) -> None:
-        """Nothing is raised, see ``_reported``: who fails does not run, and says why."""
+        """Raises nothing, see ``_reported``: a worker that fails refuses to run, with the
+        reason."""
         assert self.sink is not None, "a trainer has connected"
         try:
             self.sink.switch(version)
@@ -271,8 +281,8 @@ class ShardTransferEngine(WeightTransferEngine):
 
 
 class SideStream:
-    """Where a thread works on the device and waits for none of the engine's work, and holds up
-    none. One for all versions: memory that was freed in another stream would not be used again."""
+    """A CUDA stream for a thread whose work on the device neither waits for the engine's nor delays
+    it. One for all versions: memory that was freed in another stream would not be used again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -293,8 +303,8 @@ class SideStream:
 
 
 def end_updates_of_lost_trainers(engine: WeightTransferEngine) -> None:
-    """Of the worker that owns ``engine``: a trainer that connects may begin an update, though one
-    that was killed has not finished its own. vLLM would refuse it."""
+    """Patches the worker that owns ``engine``: a trainer that connects may begin an update, though
+    one that was killed has not finished its own. vLLM would refuse it."""
     from vllm.v1.worker.gpu_worker import Worker
 
     connect = Worker.init_weight_transfer_engine
@@ -308,7 +318,7 @@ def end_updates_of_lost_trainers(engine: WeightTransferEngine) -> None:
 
 
 def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:
-    """Of the worker that owns ``engine``: while the sink has a failure, every execution
+    """Patches the worker that owns ``engine``: while the sink has a failure, every execution
     raises. Not as a hook of the model: a CUDA graph of the whole model is replayed without
     calling the model."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -323,7 +333,7 @@ def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:
     Worker.execute_model = execute_model
 
 
-def register(connect: Connect) -> None:
+def register(connect: _Connect) -> None:
     """Makes the backend known to vLLM in this process, once; ``connect`` makes the worker's end of
     the sync."""
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -16,7 +16,7 @@ from megatron_rl.engine.weights.stream import shown
 from megatron_rl.protocols import Transfer
 from megatron_rl.types import Shard
 
-RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class ShardReceiver:
@@ -32,7 +32,7 @@ class ShardReceiver:
     def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts
         them. The weights stay."""
-        with reloading(self.vllm_config, self.model, complete=False):
+        with _reloading(self.vllm_config, self.model, complete=False):
             shards = record_shards(
                 self.model.load_weights,
                 shapes,
@@ -62,7 +62,7 @@ class ShardReceiver:
         }
         reached = {shard.key for shard in self.discover(shapes)}
         reached |= {same[key] for key in reached if key in same}
-        with reloading(self.vllm_config, self.model, complete=False):
+        with _reloading(self.vllm_config, self.model, complete=False):
             wanted = list(built_with_values(self.model))
         return [name for name in wanted if name not in reached and same.get(name) not in reached]
 
@@ -80,7 +80,7 @@ class ShardReceiver:
         its memory before processing is freed. Where processing is collective, see
         ``processing_is_collective``, all layers wait for the end of ``transfer``.
         """
-        with reloading(self.vllm_config, self.model, complete=True):
+        with _reloading(self.vllm_config, self.model, complete=True):
             at_end = processing_is_collective(self.vllm_config)
             layers = OpenLayers(self.model, self.keys, self.padded, at_end=at_end)
             transfer(layers.parameter, layers.written)
@@ -146,7 +146,7 @@ class WeightReceiver:
 
 
 @contextmanager
-def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator[None]:
+def _reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator[None]:
     """vLLM's reload, layer by layer: parameters have the shapes of loading, on the meta device,
     until their layer is processed. ``complete=False``: no layer is processed, whatever its loader
     sees, and in the end all is as before. After an exception the layers that were processed are
@@ -175,7 +175,7 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
         finally:
             if complete and not finished:
                 _leave_unprocessed(model)
-            with no_warnings(RELOAD):
+            with _no_warnings(_RELOAD):
                 finalize_layerwise_reload(model, vllm_config.model_config)
             if not (complete and finished):
                 for bias, before in widened:
@@ -183,8 +183,9 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
 
 
 def _leave_unprocessed(model: nn.Module) -> None:
-    """For a reload that broke off: each layer that was not processed gets its old tensors back when
-    the reload ends. The weights are then of two versions, and every layer can be loaded again."""
+    """Ends a reload that broke off: each layer that was not processed gets its old tensors back
+    when the reload ends. The weights are then of two versions, and every layer can be loaded
+    again."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -208,7 +209,7 @@ def widened_biases(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parame
 
 
 @contextmanager
-def no_warnings(name: str) -> Iterator[None]:
+def _no_warnings(name: str) -> Iterator[None]:
     """The reload warns of each layer whose loader has seen nothing: of all that are written shard
     by shard, and of a tied head."""
     logger = logging.getLogger(name)

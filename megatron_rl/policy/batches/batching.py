@@ -1,4 +1,4 @@
-"""From rows of a batch to the packed micro-batches of this rank."""
+"""Packed micro-batches of this rank, made from rows of a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.policy.batches.packing_plan import Plan, plan_microbatches
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
-from megatron_rl.policy.passes.vision import Eyes
+from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.types import SequenceBatch, Sequences
 
 
@@ -30,7 +30,7 @@ class Batching:
         prefix_sharing: neighbors with the same ``prompt_index`` compute their prompt once.
         multiple: the number of micro-batches of a pass is a multiple of this.
         multiples: what packed lengths must divide by.
-        eyes: of a model that sees.
+        vision: of a vision-language model.
     """
 
     config: TransformerConfig
@@ -41,7 +41,7 @@ class Batching:
     multiple: int
     multiples: Multiples
     device: torch.device
-    eyes: Eyes | None = None
+    vision: VisionBatcher | None = None
 
     @property
     def data_rank(self) -> int:
@@ -105,7 +105,7 @@ class Batching:
             ranks.context,
             self.device,
             self.prefix_sharing,
-            self.eyes,
+            self.vision,
             prompts,
         )
         return [

@@ -12,20 +12,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.policy.passes.attention import Packing
-from megatron_rl.policy.passes.vision import Eyes
+from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import SequenceBatch
 
-DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+_DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
 
 
 @dataclass(frozen=True)
 class Multiples:
     """What lengths must be multiples of.
 
-    ``sequence``: of each sequence, two chunks for every context rank; ``total``: of their sum,
-    every tensor rank's share under sequence parallelism, and what the number format asks of each
-    rank's tokens.
+    Attributes:
+        sequence: of each sequence, two chunks for every context rank.
+        total: of their sum, every tensor rank's share under sequence parallelism, and what the
+            number format asks of each rank's tokens.
     """
 
     sequence: int
@@ -107,7 +108,7 @@ def padded_lengths(
     fits ``rule`` and is no less than ``at_least``.
     """
     if not rows:
-        batch = DUMMY
+        batch = _DUMMY
     chosen = torch.tensor(list(rows) or [0])
     _, shared = borrowed_prompts(batch, chosen, share)
     lengths = batch.lengths[chosen] - shared
@@ -153,8 +154,11 @@ class Packer:
     """Packs micro-batches for context rank ``context_rank`` of ``context``.
 
     ``share`` (one context rank only): neighboring sequences with the same prompt pack it once.
-    ``eyes``: of a model that sees. ``prompts``: the tokens of a prompt, but its first, are
-    predicted too, once for neighboring sequences; see ``prompt_places``.
+
+    Attributes:
+        vision: of a vision-language model.
+        prompts: the tokens of a prompt, but its first, are predicted too, once for neighboring
+            sequences; see ``prompt_places``.
     """
 
     multiples: Multiples
@@ -162,7 +166,7 @@ class Packer:
     context: int
     device: torch.device
     share: bool = False
-    eyes: Eyes | None = None
+    vision: VisionBatcher | None = None
     prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -180,11 +184,11 @@ class Packer:
                 response, or image tokens that are not those of its images.
         """
         padded = padded_lengths(batch, rows, self.multiples, at_least, self.share)
-        sequences = _sequences(batch if rows else DUMMY, rows or [0], self.share)
+        sequences = _sequences(batch if rows else _DUMMY, rows or [0], self.share)
         everywhere = _layout(sequences, padded)
         layout = self._own(everywhere, padded)
         packing = self._packing(sequences, layout, padded)
-        if self.eyes is not None:
+        if self.vision is not None:
             self._look(packing, sequences, padded, everywhere, layout)
         nothing = torch.zeros(0, dtype=torch.long)
         predictions = (nothing, nothing, nothing)
@@ -228,14 +232,14 @@ class Packer:
         layout: _Layout,
     ) -> None:
         """Puts positions and images into ``packing``. ``everywhere``: over all context ranks."""
-        assert self.eyes is not None
+        assert self.vision is not None
         lengths = padded + sequences.shared
         rows = sequences.chosen.tolist()
-        sights = self.eyes.look(sequences.batch, rows, lengths.tolist())
+        inputs = self.vision.prepare(sequences.batch, rows, lengths.tolist())
         starts = lengths.cumsum(0) - lengths
-        positions = sights.positions[:, starts[everywhere.sequence] + everywhere.position]
+        positions = inputs.positions[:, starts[everywhere.sequence] + everywhere.position]
         packing.rope_positions = to_device(positions[:, None], self.device)
-        packing.images = sights.placed(starts[layout.sequence] + layout.position, self.device)
+        packing.images = inputs.placed(starts[layout.sequence] + layout.position, self.device)
 
     def _packing(self, sequences: _PackedRows, layout: _Layout, padded: Tensor) -> Packing:
         boundaries = layout.starts
@@ -328,7 +332,7 @@ def _predictions(
 def prompt_places(
     batch: SequenceBatch, microbatches: Sequence[Sequence[int]]
 ) -> Int[Tensor, " prompt_tokens"]:
-    """For each prompt token of ``batch``, row after row, the index of its prediction.
+    """The index of the prediction of each prompt token of ``batch``, row after row.
 
     Those of prompts follow those of all response tokens. A prompt is predicted with the first of
     the neighbors in its micro-batch that have it; the first token of a prompt is nowhere.
@@ -345,7 +349,7 @@ def prompt_places(
 
 
 def _prompt_starts(batch: SequenceBatch) -> Tensor:
-    """Where the prompt of each row begins among all indices."""
+    """The first index of the prompt of each row."""
     lengths = batch.prompt_lengths
     return int(batch.response_lengths.sum()) + lengths.cumsum(0) - lengths
 

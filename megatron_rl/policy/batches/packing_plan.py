@@ -15,10 +15,10 @@ Item = tuple[int, int]  # cost, row
 Bin = tuple[int, list[int]]  # cost, rows
 Plan = list[list[list[int]]]  # data-parallel rank -> micro-batch -> rows
 # Ranks are leveled until the slowest has at most this many times the mean work.
-LEVEL_ENOUGH = 1.005
-LIGHTEST_TRIED = 16
+_LEVEL_ENOUGH = 1.005
+_LIGHTEST_TRIED = 16
 # A few bins are inserted one by one into a sorted list; more of them are sorted together with it.
-SORT_FROM_SHARE = 1 / 8
+_SORT_FROM_SHARE = 1 / 8
 
 
 def plan_microbatches(
@@ -110,7 +110,7 @@ def _integers(values: Sequence[int]) -> Integers:
 
 
 def _largest_first(costs: Sequence[int], rows: Iterable[int]) -> list[Item]:
-    """Of equal cost: the smaller row first."""
+    """Rows by falling cost; of equal cost the smaller row first."""
     chosen = np.fromiter(rows, dtype=np.int64)
     if not len(chosen):
         return []
@@ -202,7 +202,7 @@ def _merged(first: list, second: list, num_bins: int) -> list:
     longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
     shorter += joined
     # Most merges bring one item to a full partition: inserting keeps them from costing num_bins.
-    if len(shorter) < SORT_FROM_SHARE * len(longer):
+    if len(shorter) < _SORT_FROM_SHARE * len(longer):
         for filled in shorter:
             insort(longer, filled)
         return longer
@@ -284,10 +284,10 @@ def _leveled(plan: Plan, costs: Integers, tokens: Integers, budget: int) -> Plan
     """
     plan = [[list(rows) for rows in rank] for rank in plan]
     loads = np.array([_load(rank, costs) for rank in plan])
-    enough = LEVEL_ENOUGH * loads.mean()
+    enough = _LEVEL_ENOUGH * loads.mean()
     while loads.max() > enough:
         slowest = int(loads.argmax())
-        for fastest in _ascending(loads, LIGHTEST_TRIED):
+        for fastest in _ascending(loads, _LIGHTEST_TRIED):
             gap = int(loads[slowest] - loads[fastest])
             moved = _exchange(plan[slowest], plan[fastest], gap, costs, tokens, budget)
             if moved:

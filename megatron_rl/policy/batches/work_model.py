@@ -38,7 +38,7 @@ class WorkModel:
     def of_sizes(
         cls, *, matrix_parameters: int, num_layers: int, attention_width: int
     ) -> WorkModel:
-        """From the sizes of a model: parameters in matrices that one token passes through (output
+        """The model of these sizes: parameters in matrices that one token passes through (output
         layer included, inactive experts not), and query heads x head dimension.
 
         A token takes ``2 * matrix_parameters`` operations in matrices, and causal attention over n
@@ -61,8 +61,8 @@ class WorkModel:
         )
 
     def work(self, tokens: Integers, context: Integers | int = 0) -> Integers:
-        """Of ``tokens`` tokens that follow ``context`` others; work of the context itself not
-        counted."""
+        """Work of ``tokens`` tokens that follow ``context`` others, without that of the context
+        itself."""
         # n tokens after c others attend to (c + n)^2 - c^2 = n (n + 2 c) pairs, halved as all are.
         return tokens + tokens * (tokens + 2 * context) // self.crossover_tokens
 

@@ -54,7 +54,7 @@ class Packing(PackedSeqParams):
 
     ``lengths``: padding included, over all context ranks. Where sequences share a prompt:
     ``shared`` and ``owner`` as in ``group``, and ``positions``, those of the packed tokens in their
-    sequences, which do not follow from the boundaries then. Of a model that sees:
+    sequences, which do not follow from the boundaries then. Of a vision-language model:
     ``rope_positions`` (time, row, column) of the packed tokens of all context ranks, and ``images``
     of this rank's tokens, where they are encoded.
     """

@@ -44,17 +44,21 @@ class PlacedImages:
 
 
 @dataclass(frozen=True)
-class Eyes:
-    """What packing needs of a model that sees.
+class VisionBatcher:
+    """What packing needs of a vision-language model.
 
-    ``processor``: None where no prompt has images; ``has_tower``: this rank's stage makes features.
+    Attributes:
+        processor: None where no prompt has images.
+        has_tower: this rank's stage makes features.
     """
 
     vision: Vision
     processor: ImageProcessor | None
     has_tower: bool
 
-    def look(self, batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int]) -> Sights:
+    def prepare(
+        self, batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int]
+    ) -> VisionInputs:
         """The images of ``rows``, each of which is ``lengths[i]`` tokens long with its padding.
 
         Raises:
@@ -85,7 +89,7 @@ class Eyes:
             features.append(feature)
             images += own
             grids += own_grids
-        return Sights(
+        return VisionInputs(
             self, images, grids, torch.cat(positions, 1), torch.cat(numbers), torch.cat(features)
         )
 
@@ -116,11 +120,11 @@ class Eyes:
 
 
 @dataclass(frozen=True)
-class Sights:
+class VisionInputs:
     """The images of the rows of a micro-batch, and a table over the tokens of these rows, whole
     and padded, end to end: position, number of the image (-1: none), feature of that image."""
 
-    eyes: Eyes
+    batcher: VisionBatcher
     images: Sequence[Image]
     grids: Sequence[Grid]
     positions: Int[Tensor, "3 tokens"]
@@ -132,9 +136,9 @@ class Sights:
         another stage makes the features. An image that several rows have counts once."""
         numbers = self.image_of[tokens]
         places = (numbers >= 0).nonzero().squeeze(1)
-        if not len(places) or not self.eyes.has_tower:
+        if not len(places) or not self.batcher.has_tower:
             return None
-        assert self.eyes.processor is not None
+        assert self.batcher.processor is not None
         distinct: dict[str, int] = {}  # digest -> first feature
         chosen: list[int] = []
         first_feature = torch.zeros(len(self.images), dtype=torch.long)
@@ -144,12 +148,12 @@ class Sights:
             if digest not in distinct:
                 distinct[digest] = num_features
                 chosen.append(number)
-                num_features += self.eyes.num_tokens(self.grids[number])
+                num_features += self.batcher.num_tokens(self.grids[number])
             first_feature[number] = distinct[digest]
         source = first_feature[numbers[places]] + self.feature_of[tokens][places]
         return PlacedImages(
             images=tuple(self.images[each] for each in chosen),
-            processor=self.eyes.processor,
+            processor=self.batcher.processor,
             grids=torch.tensor([self.grids[each] for each in chosen]),
             places=to_device(places, device),
             source=to_device(source, device),

@@ -59,7 +59,7 @@ LAYOUT = ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")
 # Each thread writes a file of its own. On a CPU they would compete with the other ranks.
 WRITER_THREADS = {"cuda": 4, "cpu": 1}
 # Blocks of host memory of a save that is waited for: one is filled while others are written.
-WAITING_BLOCKS = 2
+_WAITING_BLOCKS = 2
 _COMPARED = 2**20  # elements at a time: what a core's cache keeps
 
 
@@ -94,7 +94,7 @@ def save(
     Raises:
         ValueError: the disk is full.
     """
-    start(policy, path, extra, about, blocks=WAITING_BLOCKS).check(gather_objects, wait=True)
+    start(policy, path, extra, about, blocks=_WAITING_BLOCKS).check(gather_objects, wait=True)
 
 
 def start(
@@ -135,7 +135,7 @@ def _begin(
     kind = device().type
     num_bytes = _about_bytes(stored)
     if blocks is None:
-        blocks = max(WAITING_BLOCKS, math.ceil(HELD_SHARE * num_bytes / BLOCK_BYTES))
+        blocks = max(_WAITING_BLOCKS, math.ceil(HELD_SHARE * num_bytes / BLOCK_BYTES))
     settings = Settings(WRITER_THREADS[kind], kind == "cuda", blocks)
     memory = policy.checkpoint_memory
     writer = PartWriter(partial, dist.get_rank(), num_bytes, settings, memory)

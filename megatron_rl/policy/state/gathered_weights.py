@@ -1,9 +1,8 @@
 """Whole HF-named tensors out of the shards of all ranks, one layer at a time.
 
 A unit (embedding, one layer, the experts of one layer, the end; a block of the tower) is on one
-pipeline stage. There,
-the ranks that share it gather their flat shards; the stage sends the result to the other stages;
-every rank cuts HF tensors out of it. What to cut is worked out once.
+pipeline stage. There, the ranks that share it gather their flat shards; the stage sends the result
+to the other stages; every rank cuts HF tensors out of it. What to cut is computed once.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Gather:
         return self._unit(stage, self.ranks.tensor_group, [parameters] * tensor, tensor)
 
     def _replicated_unit(self, stage: int, parameters: list[Parameter]) -> Unit:
-        """Of parameters that every tensor rank has whole: each takes its own."""
+        """A unit of parameters that every tensor rank has whole: each takes its own."""
         return self._unit(stage, None, [parameters], 1)
 
     def _expert_unit(self, stage: int, layer: int) -> Unit:

@@ -28,8 +28,10 @@ MASTERS = ("param", "fp32_param")
 class States:
     """Adam's state of one parameter on this rank: the elements ``span`` of the flattened parameter.
 
-    ``get()``: by name, flat. ``put``: takes what is to replace them; None: ``get`` gives the memory
-    of the optimizer, to be written into.
+    Attributes:
+        get: by name, flat.
+        put: takes what is to replace them; None: ``get`` gives the memory of the optimizer, to be
+            written into.
     """
 
     span: Range
@@ -66,7 +68,7 @@ class StoredParameter:
     is_expert: bool
 
     def place(self, dtype: torch.dtype, prefix: str = "") -> ArrayLocation:
-        """Of what belongs to the parameter, under the parameter's key after ``prefix``."""
+        """Location of what belongs to the parameter, under ``prefix`` and the parameter's key."""
         key = prefix + self.key
         return ArrayLocation(key, self.array_shape, dtype, self.boxes, self.may_differ)
 
@@ -204,7 +206,7 @@ def _boxes(name: str, pieces: Sequence[ShardedTensor], num_elements: int) -> tup
 
 
 def _first(piece: ShardedTensor, count: int) -> int:
-    """Where a piece begins in the rank's tensor, flattened."""
+    """First element of a piece in the rank's tensor, flattened."""
     return 0 if count == 1 else int(piece.data.storage_offset())
 
 
@@ -246,7 +248,7 @@ def _distributed_states(part: Any) -> dict[Tensor, States]:
 
 
 def _whole_states(part: Any) -> Iterator[tuple[Tensor, States]]:
-    """Of an optimizer that every data-parallel rank has whole."""
+    """States of an optimizer that every data-parallel rank has whole."""
     pairs: list[tuple[Tensor, Tensor]] = []  # a parameter, and what the optimizer steps for it
     if hasattr(part, "float16_groups"):
         for group, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):

@@ -1,4 +1,4 @@
-"""From HF safetensors to this rank's Megatron parameters, by the shards of parameter_map.py."""
+"""Loads this rank's Megatron parameters from HF safetensors, by the shards of parameter_map.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import from_first_rank, gather_objects
 from megatron_rl.types import Shard
 
-ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
+_ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The experts of a rank are modules of their own, or, grouped, numbered weights of one module.
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<name>.*)")
@@ -159,7 +159,7 @@ def load(
             shape, not finite (unless ``require_finite`` is False), or a stored head that differs
             from the embedding that it is tied to.
     """
-    counts: dict[ShardKey, int] = {}
+    counts: dict[_ShardKey, int] = {}
     problem: str | None = None
     own = [item for item in held if ranks is None or _reads(item, ranks)]
     try:
@@ -199,7 +199,7 @@ def _copy_to_others(held: Sequence[LocalParameter], ranks: Ranks) -> None:
             ACTIVITY.note("sending the policy's weights")
 
 
-def _fill(held: Sequence[LocalParameter], arch: Architecture, path: Path) -> dict[ShardKey, int]:
+def _fill(held: Sequence[LocalParameter], arch: Architecture, path: Path) -> dict[_ShardKey, int]:
     """Reads every shard of these parameters.
 
     Returns how many values of a shard are not finite, where any are.
@@ -242,9 +242,9 @@ def _check_tied(directory: HfDirectory, shard: Shard, embedding: Tensor) -> None
         )
 
 
-def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[ShardKey, int]]) -> None:
+def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[_ShardKey, int]]) -> None:
     """Raises ValueError where a rank has read values that are not finite."""
-    by_shard: dict[ShardKey, int] = {}
+    by_shard: dict[_ShardKey, int] = {}
     for counts in everyone:
         by_shard.update(counts)  # a shard that several ranks hold counts once
     by_name: dict[str, int] = {}

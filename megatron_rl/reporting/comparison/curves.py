@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.reporting.comparison.runs import Run
 from megatron_rl.reporting.comparison.variants import Variant, all_runs
-from megatron_rl.reporting.metrics_file import Row, is_held_out
+from megatron_rl.reporting.metrics_file import Row, is_held_out, moving_mean
 from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
 SMOOTHING = 20  # a curve of training is a moving mean over 1 / SMOOTHING of its steps
@@ -100,16 +100,7 @@ def band_of(curves: Sequence[Curve]) -> Band:
     return Band(x, median, low, high, tuple(curves))
 
 
-def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of the finite values of up to ``width // 2`` neighbors on either side; a gap stays."""
-    half = width // 2
-    smoothed = values.copy()
-    for index in np.flatnonzero(np.isfinite(values)):
-        smoothed[index] = np.nanmean(values[max(0, index - half) : index + half + 1])
-    return smoothed
-
-
-def pass_curve(run: Run) -> Curve | None:
+def _pass_curve(run: Run) -> Curve | None:
     """pass@k over k at the last evaluation: that after the training where there is one, else that
     of the training; None where it has fewer than two k."""
     for rows in (run.evaluation, run.rows):
@@ -123,7 +114,7 @@ def pass_curve(run: Run) -> Curve | None:
 
 def pass_band(variant: Variant) -> Band | None:
     """pass@k over k of the runs of a variant; None where none has several k."""
-    curves = [curve for run in variant.counted if (curve := pass_curve(run)) is not None]
+    curves = [curve for run in variant.counted if (curve := _pass_curve(run)) is not None]
     return band_of(curves) if curves else None
 
 

@@ -14,7 +14,7 @@ from megatron_rl.reporting.comparison.curves import Band
 
 Dash = tuple[float, tuple[float, ...]]  # offset, lengths on and off in points
 
-INK = "#000000"  # text and the baseline
+_INK = "#000000"  # text and the baseline
 # Okabe and Ito 2008, Color Universal Design, without yellow, which a white page swallows.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _SOLID: Dash = (0.0, ())
@@ -53,7 +53,7 @@ def style_of(order: int) -> Style:
     """The style of the variant at this place. The first, the baseline, has the color of the text;
     of the others colors and dashes together repeat after 24, and markers before that."""
     if order == 0:
-        return Style(INK, _SOLID, _MARKERS[0])
+        return Style(_INK, _SOLID, _MARKERS[0])
     # Dashes advance with the colors, so that neighbors differ in both, and are moved by one at each
     # turn of the colors: variants 1 and 7 are both blue, with dash 0 and dash 1.
     turn, color = divmod(order - 1, len(_COLORS))

@@ -32,7 +32,7 @@ from megatron_rl.reporting.comparison.variants import Variant, all_runs
 
 HTML = "index.html"
 MARKDOWN = "report.md"
-FIGURES = "figures"
+_FIGURES = "figures"
 _HOW_TO_READ = (
     "Values are those of the last evaluation; of a metric of training the mean of its last "
     f"{LAST_ROWS} steps. Only finished runs count, where a variant has any. A difference is the "
@@ -85,15 +85,15 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     summary = _summary(variants)
     notes = [*problems, *_notes(variants, metrics)]
-    lines = [*_heading(1, title), plain_markdown(summary), ""]
-    lines += [*_heading(2, "Methods"), plain_markdown(_HOW_TO_READ), ""]
+    lines = [*_heading(1, title), _plain_markdown(summary), ""]
+    lines += [*_heading(2, "Methods"), _plain_markdown(_HOW_TO_READ), ""]
     for metric in metrics:
         lines += [*_heading(3, metric), *_table_lines(method_table(variants, metric), out)]
     evaluation = evaluation_table(variants)
     if evaluation:
         lines += [*_heading(2, "Evaluated after the training"), *_table_lines(evaluation, out)]
     lines += [*_heading(2, "Cost"), *_table_lines(cost_table(variants), out)]
-    lines += [*_heading(2, "Curves"), plain_markdown(_curves_text(variants)), ""]
+    lines += [*_heading(2, "Curves"), _plain_markdown(_curves_text(variants)), ""]
     for heading, file in _write_figures(variants, out):
         lines += [*_heading(3, heading), f"![{heading}]({file})", ""]
     runs = runs_table(variants, metrics[0], with_links)
@@ -105,14 +105,14 @@ def write_report(
     if shown:
         lines += [*_heading(2, "Samples"), *shown]
     if notes:
-        lines += [*_heading(2, "Notes"), *(f"- {plain_markdown(note)}" for note in notes), ""]
+        lines += [*_heading(2, "Notes"), *(f"- {_plain_markdown(note)}" for note in notes), ""]
     markdown = "\n".join(lines)
     (out / MARKDOWN).write_text(markdown, encoding="utf-8")
-    (out / HTML).write_text(html_of(markdown, out), encoding="utf-8")
+    (out / HTML).write_text(_html_of(markdown, out), encoding="utf-8")
     return summary, notes
 
 
-def html_of(markdown: str, folder: Path) -> str:
+def _html_of(markdown: str, folder: Path) -> str:
     """``report.md`` as one page that needs no other file: figures of ``folder`` are inside it."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
 
@@ -120,14 +120,14 @@ def html_of(markdown: str, folder: Path) -> str:
     def inline(match: re.Match[str]) -> str:
         return f'src="data:image/png;base64,{b64encode((folder / match[1]).read_bytes()).decode()}"'
 
-    body = re.sub(rf'src="({FIGURES}/[a-z0-9-]+\.png)"', inline, body)
+    body = re.sub(rf'src="({_FIGURES}/[a-z0-9-]+\.png)"', inline, body)
     heading = re.search("<h1>(.*?)</h1>", body, re.DOTALL)
     title = heading[1] if heading else "Report"
     # One pass: a title that holds the word BODY stays as it is.
     return re.sub("TITLE|BODY", lambda match: title if match[0] == "TITLE" else body, _PAGE)
 
 
-def plain_markdown(text: str) -> str:
+def _plain_markdown(text: str) -> str:
     """Text as itself in a table or a line of Markdown, whatever is in it.
 
     HTML is escaped too: Markdown hands tags on. ``$`` begins a formula on GitHub.
@@ -145,14 +145,14 @@ def fenced(text: str) -> str:
 
 
 def _heading(level: int, text: str) -> list[str]:
-    return [f"{'#' * level} {plain_markdown(text)}", ""]
+    return [f"{'#' * level} {_plain_markdown(text)}", ""]
 
 
 def _table_lines(table: Table, out: Path) -> Iterator[str]:
     """A table with its caption above; links are relative to the report."""
     if table.caption:
-        yield from (plain_markdown(table.caption), "")
-    yield _row([plain_markdown(column) for column in table.columns])
+        yield from (_plain_markdown(table.caption), "")
+    yield _row([_plain_markdown(column) for column in table.columns])
     yield f"|{'---|' * len(table.columns)}"
     for row in table.rows:
         yield _row([_entry(entry, out) for entry in row])
@@ -165,11 +165,11 @@ def _row(entries: Sequence[str]) -> str:
 
 def _entry(entry: Entry, out: Path) -> str:
     if isinstance(entry, str):
-        return plain_markdown(entry)
+        return _plain_markdown(entry)
     links = []
     for link in entry:
         address = quote(Path(os.path.relpath(link.path, out)).as_posix())
-        links.append(f"[{plain_markdown(link.text)}](<{address}>)")
+        links.append(f"[{_plain_markdown(link.text)}](<{address}>)")
     return " ".join(links)
 
 
@@ -178,12 +178,12 @@ def _write_figures(variants: Sequence[Variant], out: Path) -> Iterator[tuple[str
     drawable = panels_to_draw(variants)
     for heading in HEADINGS:
         name = re.sub(r"[^a-z0-9]+", "-", heading.lower())
-        path = out / FIGURES / f"{name}.png"
+        path = out / _FIGURES / f"{name}.png"
         path.unlink(missing_ok=True)
         panels = [panel for panel in drawable if panel.heading == heading]
         if panels:
             write_png(panels, variants, path)
-            yield heading, f"{FIGURES}/{path.name}"
+            yield heading, f"{_FIGURES}/{path.name}"
 
 
 def _sample_lines(variants: Sequence[Variant]) -> tuple[list[str], list[str]]:
@@ -197,7 +197,7 @@ def _sample_lines(variants: Sequence[Variant]) -> tuple[list[str], list[str]]:
         if samples:
             lines += _heading(3, f"{variant.label} ({run.name})")
         for sample in samples:
-            lines += [plain_markdown(_sample_text(sample)), ""]
+            lines += [_plain_markdown(_sample_text(sample)), ""]
             for text in (sample.prompt, sample.response, sample.answer):
                 lines += [fenced(text), ""]
     return lines, damaged

@@ -16,9 +16,9 @@ HELD_OUT = "Held-out accuracy"
 PASS = "pass@k"
 REWARD = "Reward in training"
 LENGTH = "Length of responses"
-EXPLORATION = "Entropy and KL"
-CLIPPING = "Clipping and gradient"
-SPEED = "Time"
+_EXPLORATION = "Entropy and KL"
+_CLIPPING = "Clipping and gradient"
+_SPEED = "Time"
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,33 @@ _FIXED = (
     Panel("rollout/response_tokens_mean", "Length of all responses", _TOKENS, LENGTH),
     Panel("rollout/truncated_share", "Cut by the length limit", _ACCURACY, LENGTH),
     Panel("eval/response_tokens_mean", "Length of held-out responses", _TOKENS, LENGTH),
-    Panel("rollout/entropy", "Entropy at the start of the step", _NATS, EXPLORATION),
-    Panel("entropy/mean", "Entropy during the update", _NATS, EXPLORATION),
-    Panel("kl/reference_mean", "KL to the reference", _NATS, EXPLORATION),
-    Panel("policy/kl_old_mean", "KL to the policy that sampled", _NATS, EXPLORATION),
+    Panel("rollout/entropy", "Entropy at the start of the step", _NATS, _EXPLORATION),
+    Panel("entropy/mean", "Entropy during the update", _NATS, _EXPLORATION),
+    Panel("kl/reference_mean", "KL to the reference", _NATS, _EXPLORATION),
+    Panel("policy/kl_old_mean", "KL to the policy that sampled", _NATS, _EXPLORATION),
     Panel(
-        "policy/clip_up_positive_share", "Advantage > 0, ratio above the clip", _CLIPPED, CLIPPING
+        "policy/clip_up_positive_share", "Advantage > 0, ratio above the clip", _CLIPPED, _CLIPPING
     ),
     Panel(
-        "policy/clip_down_negative_share", "Advantage < 0, ratio below the clip", _CLIPPED, CLIPPING
+        "policy/clip_down_negative_share",
+        "Advantage < 0, ratio below the clip",
+        _CLIPPED,
+        _CLIPPING,
     ),
     Panel(
-        "policy/clip_down_positive_share", "Advantage > 0, ratio below the clip", _CLIPPED, CLIPPING
+        "policy/clip_down_positive_share",
+        "Advantage > 0, ratio below the clip",
+        _CLIPPED,
+        _CLIPPING,
     ),
     Panel(
-        "policy/clip_up_negative_share", "Advantage < 0, ratio above the clip", _CLIPPED, CLIPPING
+        "policy/clip_up_negative_share", "Advantage < 0, ratio above the clip", _CLIPPED, _CLIPPING
     ),
-    Panel("optim/grad_norm", "Gradient norm before clipping", "norm", CLIPPING),
-    Panel("time/step_s", "Duration of a step", "seconds", SPEED),
-    Panel("throughput/response_tokens_per_s", "Throughput", "response tokens/s", SPEED),
+    Panel("optim/grad_norm", "Gradient norm before clipping", "norm", _CLIPPING),
+    Panel("time/step_s", "Duration of a step", "seconds", _SPEED),
+    Panel("throughput/response_tokens_per_s", "Throughput", "response tokens/s", _SPEED),
 )
-HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, EXPLORATION, CLIPPING, SPEED)
+HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, _EXPLORATION, _CLIPPING, _SPEED)
 # Where the clip takes no gradient away, a panel of zeros says nothing.
 _LEFT_OUT_IF_ZERO = ("policy/clip_down_positive_share", "policy/clip_up_negative_share")
 

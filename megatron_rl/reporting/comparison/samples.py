@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.reporting.comparison.runs import SAMPLES, Run
 
-MAX_CHARACTERS = 2000
+_MAX_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
 
 def _cut(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    left = len(text) - MAX_CHARACTERS
+    left = len(text) - _MAX_CHARACTERS
     if left <= 0:
         return text
-    return f"{text[:MAX_CHARACTERS]}\n[... {left} more characters in {SAMPLES}]"
+    return f"{text[:_MAX_CHARACTERS]}\n[... {left} more characters in {SAMPLES}]"

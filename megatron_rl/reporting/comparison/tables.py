@@ -91,14 +91,14 @@ def digits_of(values: Sequence[float]) -> int:
     return min(12, 2 - floor(log10(largest)))
 
 
-def interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
+def _interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
     """``low to high``; of a single value there is none."""
     if not isfinite(interval.low):
         return NOTHING
     return f"{number(interval.low, digits, signed)} to {number(interval.high, digits, signed)}"
 
 
-def seconds_text(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
     """Seconds, to a hundredth where they are few."""
     if value is None:
         return NOTHING
@@ -150,7 +150,7 @@ def _reached(own: VariantScore | None, digits: int) -> tuple[str, str, str, str]
         ", ".join(map(str, own.steps)),
         number(own.mean, digits),
         f"{number(min(values), digits)} to {number(max(values), digits)}",
-        interval_text(own.interval, digits),
+        _interval_text(own.interval, digits),
     )
 
 
@@ -169,8 +169,8 @@ def _contrast(comparison: Comparison, digits: int) -> tuple[str, str, str, str, 
     return (
         number(comparison.student.mean, digits, signed=True),
         pairs,
-        interval_text(comparison.bootstrap, digits, signed=True),
-        interval_text(comparison.student, digits, signed=True),
+        _interval_text(comparison.bootstrap, digits, signed=True),
+        _interval_text(comparison.student, digits, signed=True),
         comparison.word,
     )
 
@@ -220,9 +220,9 @@ def _cost_row(own: Cost, first: Cost) -> tuple[str, ...]:
         f"{own.steps:g}",
         _count(own.response_tokens),
         _count(own.sampled_tokens),
-        seconds_text(own.training_seconds),
-        seconds_text(own.evaluation_seconds),
-        seconds_text(own.seconds_per_step),
+        _seconds_text(own.training_seconds),
+        _seconds_text(own.evaluation_seconds),
+        _seconds_text(own.seconds_per_step),
         number(ratio, 2),
         ", ".join(map(str, own.processes)),
     )

@@ -16,12 +16,12 @@ from typing import Any
 
 from megatron_rl.plugins import import_function, load_plugins
 from megatron_rl.rewards.base import Task
-from megatron_rl.rewards.workers.messages import Setup, read_frame, reason, refuse, send
+from megatron_rl.rewards.workers.messages import WorkerSetup, read_frame, reason, refuse, send
 
 _KEY = "reward.function"
 
 
-def serve_function(lane: socket.socket, setup: Setup) -> int:
+def serve_function(lane: socket.socket, setup: WorkerSetup) -> int:
     """Answers batches until the trainer closes the lane; returns the exit code."""
     try:
         load_plugins(setup.plugins)

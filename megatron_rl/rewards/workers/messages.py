@@ -20,12 +20,12 @@ _MAX_REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
-class Setup:
+class WorkerSetup:
     """The task of the workers of one pool.
 
     They judge single responses (``verifiers``), or call a function on whole batches.
 
-    Example: ``Setup(plugins=(), verifiers=("math",), options=options, answer_pattern=None,
+    Example: ``WorkerSetup(plugins=(), verifiers=("math",), options=options, answer_pattern=None,
     format_pattern="<a>.*</a>", function=None)``.
     """
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.rewards.base import Task
-from megatron_rl.rewards.workers.messages import Setup
+from megatron_rl.rewards.workers.messages import WorkerSetup
 from megatron_rl.rewards.workers.server import Lane, WorkerServer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 
 _GRACE_S = 1.0  # the worker's own timer acts first
 _START_TIMEOUT_S = 120.0
 # A longer response is not judged, as a part of it could have another answer.
-MAX_RESPONSE_CHARACTERS = 1_000_000
+_MAX_RESPONSE_CHARACTERS = 1_000_000
 _MAX_CHUNK = 32
 
 Item = tuple[str | None, Task, str]  # verifier (None: only the format is wanted), task, response
@@ -47,7 +47,7 @@ class WorkerPool:
     ``restarts`` counts the workers that died or were killed.
     """
 
-    def __init__(self, setup: Setup, *, num_workers: int, step_timeout_s: float) -> None:
+    def __init__(self, setup: WorkerSetup, *, num_workers: int, step_timeout_s: float) -> None:
         self._setup = setup
         self._num_workers = num_workers
         self._step_timeout_s = step_timeout_s
@@ -221,8 +221,8 @@ class PendingResponses:
         self.alone: set[int] = set()  # rows that a worker gets one at a time
         self.ends_at: float | None = None
         for row, (_, _, response) in enumerate(items):
-            if len(response) > MAX_RESPONSE_CHARACTERS:
-                problem = f"it is too long to judge: over {MAX_RESPONSE_CHARACTERS} characters"
+            if len(response) > _MAX_RESPONSE_CHARACTERS:
+                problem = f"it is too long to judge: over {_MAX_RESPONSE_CHARACTERS} characters"
                 self.answer(row, _not_judged(problem))
             else:
                 self.waiting.append(row)

@@ -19,7 +19,7 @@ from megatron_rl.rewards.base import Task, Verdict
 from megatron_rl.rewards.patterns import ResponsePattern, compile_pattern
 from megatron_rl.rewards.registry import verifier_class
 from megatron_rl.rewards.workers.limits import limit_cpu_seconds, limit_processes_and_memory
-from megatron_rl.rewards.workers.messages import Setup, reason
+from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 
 _AGAIN_S = 0.5  # the timer rings again for code that caught its first ring
 
@@ -34,7 +34,7 @@ class ResponseVerifier:
     Made in the server; ``verify`` runs in the workers that are forked from it.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._verifiers = {name: verifier_class(name)(setup.options) for name in setup.verifiers}
         self._answer = _compiled(setup.answer_pattern)

@@ -18,7 +18,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.workers.messages import HEADER, Setup
+from megatron_rl.rewards.workers.messages import HEADER, WorkerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class WorkerServer:
     ``restarts`` counts how often it was gone.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

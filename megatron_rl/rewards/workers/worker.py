@@ -2,10 +2,10 @@
 workers.
 
 Started as ``python -m megatron_rl.rewards.workers.worker FD``. The control socket FD brings the
-``Setup`` first, then one socket a message: for each the server forks a worker that serves it to its
-end. A worker that hangs is killed by the trainer (its whole process group), which then asks for
-another one: that takes milliseconds, because the slow imports come before the fork. The server ends
-when the trainer is gone, and its workers with it.
+``WorkerSetup`` first, then one socket a message: for each the server forks a worker that serves it
+to its end. A worker that hangs is killed by the trainer (its whole process group), which then asks
+for another one: that takes milliseconds, because the slow imports come before the fork. The server
+ends when the trainer is gone, and its workers with it.
 
 It is a plain child rather than a ``multiprocessing`` one, which would import the trainer's main
 module again. It has one thread, so that a fork is safe.
@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_rl.plugins import load_plugins
 from megatron_rl.rewards.workers.limits import end_with
-from megatron_rl.rewards.workers.messages import Setup, read_frame, reason, refuse, send
+from megatron_rl.rewards.workers.messages import WorkerSetup, read_frame, reason, refuse, send
 
 # Verdicts of this time are sent together: each message wakes the trainer.
 _GATHER_S = 0.002
@@ -34,7 +34,7 @@ def main(control: socket.socket) -> None:
     frame = read_frame(control)
     if frame is None:  # the trainer has ended already
         return
-    setup: Setup = pickle.loads(frame)
+    setup: WorkerSetup = pickle.loads(frame)
     verifier = None
     refusal = None
     try:
@@ -66,7 +66,7 @@ def main(control: socket.socket) -> None:
         lane.close()
 
 
-def _serve(lane: socket.socket, setup: Setup, verifier: Any) -> int:
+def _serve(lane: socket.socket, setup: WorkerSetup, verifier: Any) -> int:
     """Answers requests until the trainer closes the lane; returns the exit code."""
     if setup.function is not None:
         from megatron_rl.rewards.workers.function_worker import serve_function
@@ -89,7 +89,7 @@ def _serve(lane: socket.socket, setup: Setup, verifier: Any) -> int:
     return 0
 
 
-def _load_verifier(setup: Setup) -> Any:
+def _load_verifier(setup: WorkerSetup) -> Any:
     """The verifiers of a pool with all their imports done.
 
     Raises:

@@ -39,13 +39,13 @@ from megatron_rl.runtime.guard.first_failure import bounded, state_of
 logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-STOPPED_S = 8.0  # a rank that is stopped for so long does not continue
+_STOPPED_S = 8.0  # a rank that is stopped for so long does not continue
 SILENT_S = 20.0  # a machine that gives no sign for so long is lost
 # Libraries that are loaded from a slow disk stop all threads of a process for longer than that.
-STARTING_SILENT_S = 300.0
+_STARTING_SILENT_S = 300.0
 STALL_S = 1800.0  # until trainer.stall_limit_s is known
 _ANSWER_S = BEAT_S + 1  # until every rank has seen a stall and written its stacks
-LINGER_S = 2 * BEAT_S + 1  # a cause reported here reaches other machines meanwhile
+_LINGER_S = 2 * BEAT_S + 1  # a cause reported here reaches other machines meanwhile
 
 # Numbers in the store are read by adding 0: ``get`` would wait for a key that was not written.
 _ALARM = "megatron_rl/alarm"  # above 0: there is a cause or a stall. All that a beat has to read
@@ -81,7 +81,7 @@ class Heartbeat:
         hosts = list(dict.fromkeys(peer.host for peer in peers))
         self.stall_s = STALL_S
         self.folder: Path | None = None
-        self.silent_s = STARTING_SILENT_S
+        self.silent_s = _STARTING_SILENT_S
         self._rank = rank
         self._peers = list(peers)
         self._local = [peer for peer in peers if peer.host == here and peer.rank != rank]
@@ -154,13 +154,13 @@ class Heartbeat:
         for peer in self._local:
             if state_of(peer.pid) != "T":
                 self._stopped.pop(peer.rank, None)
-            elif self._stopped.setdefault(peer.rank, Count()).seen(0) >= STOPPED_S:
+            elif self._stopped.setdefault(peer.rank, Count()).seen(0) >= _STOPPED_S:
                 lost.append(peer)
         if lost:
             named = failure.named(lost)
             text = f"{named} {'are' if len(lost) > 1 else 'is'} stopped (SIGSTOP, state T)"
             advice = "continue it sooner, or start again"
-            self._raise(store, f"{text} for {STOPPED_S:.0f} s: {advice}", self._here)
+            self._raise(store, f"{text} for {_STOPPED_S:.0f} s: {advice}", self._here)
 
     def _machine_lost(self, silent_s: float) -> str:
         lost = [peer for peer in self._peers if peer.host == self._next]
@@ -259,7 +259,7 @@ class Heartbeat:
                 return False
 
         if bounded(tell):
-            time.sleep(LINGER_S)
+            time.sleep(_LINGER_S)
 
     def _finish(self) -> None:
         """This rank ends as it should."""

@@ -81,7 +81,7 @@ def _sign(descriptor: int, launch_id: str) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """Who signed last, as text."""
+    """The process that signed last, as text."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return "host {host}, process {pid}, launch {launch}, since {since}".format(**holder)
@@ -99,7 +99,7 @@ def _refusal(folder: Path, holder: str, error: OSError) -> Exception:
 
 
 def holder(folder: Path) -> str | None:
-    """Who of all other processes holds ``folder``, as text; None where none does.
+    """The other process that holds ``folder``, as text; None where none does.
 
     Also None where the file system has no locks. Takes no lock, so that it blocks no other process;
     not for a process that holds ``folder`` itself, which would lose it.

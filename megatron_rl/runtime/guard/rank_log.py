@@ -11,7 +11,7 @@ from megatron_rl.runtime.guard.failure import STATE
 
 
 def to_file(folder: Path, rank: int, launch_id: str) -> None:
-    """From now on both streams of this process, libraries in C and children included, go to
+    """Sends both streams of this process, libraries in C and children included, to
     ``folder/rank_N.log``, after those of earlier starts. The first failure of a launch is reported
     on the console all the same (``failure.say``).
 

@@ -1,4 +1,4 @@
-"""Where the threads of this process stand, for a launch that hangs."""
+"""Stacks of the threads of this process, for a launch that hangs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WAITING = (
 
 
 def answer_signal() -> None:
-    """From now on ``kill -USR2 PID`` makes this process write the stacks of all its threads to its
-    stderr and continue, also where the main thread is inside a library."""
+    """Registers a handler: ``kill -USR2 PID`` makes this process write the stacks of all its
+    threads to its stderr and continue, also where the main thread is inside a library."""
     faulthandler.register(SIGNAL, all_threads=True)
 
 
@@ -52,7 +52,7 @@ def dump(rank: int, folder: Path | None) -> None:
 
 
 def place() -> str:
-    """Where the main thread stands in this package, and what it did last.
+    """The place of the main thread in this package, and what it did last.
 
     Examples: ``rollouts.py:120 (run); last: generating``, ``waits in trainer.py:72 (run); last:
     ...`` for a rank that is in a collective of control.

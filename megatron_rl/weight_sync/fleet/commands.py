@@ -18,12 +18,12 @@ from urllib.parse import urlencode, urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 InFlight = Literal["wait", "abort", "keep"]
-PORTS = {"http": 80, "https": 443}
+_PORTS = {"http": 80, "https": 443}
 # A machine without power does not even refuse a connection. A running one takes it at once, however
 # long its command then takes.
 CONNECT_S = 10.0
 _SHOWN = 1000  # characters of an error
-REMEDIES = {
+_REMEDIES = {
     401: "; it was started with another secret than that of this run",
     404: "; start the server with VLLM_SERVER_DEV_MODE=1 in its environment",
 }
@@ -67,7 +67,7 @@ class HttpServer:
             with self.opener.open(request, timeout=self.timeout_s) as answer:
                 return json.loads(answer.read() or b"null")  # most commands answer with nothing
         except HTTPError as error:
-            remedy = REMEDIES.get(error.code, "")
+            remedy = _REMEDIES.get(error.code, "")
             raise ConnectionError(
                 f"{method} {url}: the server answers {error.code} {error.reason}:"
                 f" {_words(error)}{remedy}"
@@ -82,10 +82,10 @@ class HttpServer:
             ) from error
 
     def address(self) -> str:
-        """Of this machine, as the server sees it."""
+        """The address of this machine, as the server sees it."""
         try:
             url = urlsplit(self.url)
-            address = (url.hostname, url.port or PORTS[url.scheme])
+            address = (url.hostname, url.port or _PORTS[url.scheme])
             limit_s = min(CONNECT_S, self.timeout_s)
             with socket.create_connection(address, timeout=limit_s) as connection:
                 return connection.getsockname()[0]

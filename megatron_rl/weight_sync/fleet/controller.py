@@ -19,7 +19,7 @@ from megatron_rl.weight_sync.fleet.commands import HttpServer
 from megatron_rl.weight_sync.fleet.update_kinds import UpdateKind
 
 Answer = TypeVar("Answer")
-Reasons = dict[str, str]  # name of a server -> what is wrong with it
+_Reasons = dict[str, str]  # name of a server -> what is wrong with it
 
 
 class ServersError(RuntimeError):
@@ -40,11 +40,15 @@ def problem_text(problems: Mapping[str, str]) -> str:
 
 
 class StepOutcome(NamedTuple):
-    """How a step ended. ``lost``: servers whose command was not carried out; ``problems``: what the
-    workers of others say of it."""
+    """How a step ended.
 
-    lost: Reasons
-    problems: Reasons
+    Attributes:
+        lost: servers whose command was not carried out.
+        problems: what the workers of others say of it.
+    """
+
+    lost: _Reasons
+    problems: _Reasons
 
 
 class FleetController:
@@ -104,7 +108,7 @@ class FleetController:
         self._begin_step("init", init)
         return own, self._store.port, size
 
-    def begin(self, kind: UpdateKind) -> Reasons:
+    def begin(self, kind: UpdateKind) -> _Reasons:
         """Returns the servers that an update cannot begin with, for instance since they do not
         pause in time. They are to continue serving; one that is not reached has received nothing,
         and is not called a second time."""
@@ -194,12 +198,12 @@ class FleetController:
                 ends.problems[name] = problem
         return ends
 
-    def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> Reasons:
-        """All weights have arrived in these servers. Returns those that do not resume."""
+    def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> _Reasons:
+        """Has these servers, which have all weights, resume. Returns those that do not."""
         _, lost = self._each(lambda server: kind.end(server, version), names)
         return lost
 
-    def call_off(self, kind: UpdateKind) -> Reasons:
+    def call_off(self, kind: UpdateKind) -> _Reasons:
         """After an update that every rank refused: the servers continue with their old weights.
         Returns those that cannot."""
         ends = self.ends()
@@ -209,7 +213,7 @@ class FleetController:
         _, lost = self._each(kind.call_off, ends.problems)
         return {name: f"calling it off: {why}" for name, why in {**ends.lost, **lost}.items()}
 
-    def release(self, kind: UpdateKind, names: Collection[str]) -> Reasons:
+    def release(self, kind: UpdateKind, names: Collection[str]) -> _Reasons:
         """After an update that broke off: these servers may begin another. Returns those that may
         not."""
         for name in names:
@@ -226,7 +230,7 @@ class FleetController:
 
     def _each(
         self, command: Callable[[HttpServer], Answer], names: Collection[str] | None = None
-    ) -> tuple[dict[str, Answer], Reasons]:
+    ) -> tuple[dict[str, Answer], _Reasons]:
         """Gives a command to the servers (None: all), to all at the same time. Returns the answers,
         and why there is none."""
         futures = {
@@ -235,7 +239,7 @@ class FleetController:
             if names is None or name in names
         }
         answers: dict[str, Answer] = {}
-        lost: Reasons = {}
+        lost: _Reasons = {}
         for name, future in futures.items():
             try:
                 answers[name] = future.result()
@@ -259,8 +263,8 @@ def _of(ranks: Iterable[int], problems: Mapping[int, str]) -> str:
 
 
 def _shared_address(addresses: Collection[str]) -> str:
-    """Of the addresses under which servers see this machine, one that others see too if there is
-    any: not that of a server on this machine."""
+    """An address of this machine that all servers can reach, if there is one: no loopback address,
+    which a server on this machine sees."""
     for address in addresses:
         try:
             if not ipaddress.ip_address(address).is_loopback:

@@ -24,13 +24,18 @@ from megatron_rl.weight_sync.reshard import Plans
 
 Names = tuple[str, ...]
 # A plan for many servers is large, and each loss and each newcomer makes another.
-MAX_PLANS = 8
+_MAX_PLANS = 8
 
 
 @dataclass(frozen=True)
 class FleetReport:
-    """A round of updates. ``updated``: the servers that have the version now; ``lost``: those that
-    could not be reached or took no weights, and why; ``sync``: all transfers as one."""
+    """A round of updates.
+
+    Attributes:
+        updated: the servers that have the version now.
+        lost: those that could not be reached or took no weights, and why.
+        sync: all transfers as one.
+    """
 
     updated: Names
     lost: Mapping[str, str]
@@ -109,8 +114,8 @@ class FleetSync:
                 self._groups.pop(names).close()
 
     def _push_groups(self, servers: Mapping[str, str]) -> list[Names]:
-        """All servers that may be in one group, which is all of them unless some did not fit. In
-        one order, whatever they came in: names begin with that of the machine, so like servers on
+        """The groups that servers are pushed to in: one, unless some did not fit the others. In an
+        order of its own: names begin with that of the machine, so like servers on
         like machines have the plan that was made for others."""
         groups: dict[int, list[str]] = {}
         for name in sorted(servers):
@@ -160,7 +165,7 @@ class FleetSync:
             self.plans,
         )
         self._groups[names] = JointSync(trainer, {name: make(servers[name]) for name in names})
-        for shape in list(self.plans)[:-MAX_PLANS]:
+        for shape in list(self.plans)[:-_MAX_PLANS]:
             del self.plans[shape]
         return self._groups[names]
 

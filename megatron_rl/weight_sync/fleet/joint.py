@@ -32,9 +32,13 @@ from megatron_rl.weight_sync.reshard import Plans, ReshardSync
 
 @dataclass(frozen=True)
 class TrainingSide:
-    """The training side of all joint syncs. ``device``: where the policy's weights are; ``secret``:
-    of the run; ``plans``: those made for other servers, one for servers that are cut alike is not
-    made again."""
+    """The training side of all joint syncs.
+
+    Attributes:
+        device: where the policy's weights are.
+        secret: of the run.
+        plans: those made for other servers, one for servers that are cut alike is not made again.
+    """
 
     source: WeightSource
     world: World

@@ -24,7 +24,7 @@ class InPlaceUpdate:
     in_flight: InFlight
 
     def begin(self, server: HttpServer) -> None:
-        """Before its workers are called. A server that cannot is to serve on."""
+        """Pauses the server before its workers are called. One that cannot pause resumes."""
         try:
             server.pause(self.in_flight)
         except NotReachedError:
@@ -44,17 +44,17 @@ class InPlaceUpdate:
         server.update(info)
 
     def end(self, server: HttpServer, version: int) -> None:
-        """All weights have arrived."""
+        """Resumes with the new weights, which have all arrived."""
         server.finish(version)
         server.resume()
 
     def call_off(self, server: HttpServer) -> None:
-        """Nothing has moved, and nothing will."""
+        """Resumes with the old weights; nothing has moved."""
         server.cancel()
         server.resume()
 
     def release(self, server: HttpServer) -> None:
-        """It broke off; another update may follow."""
+        """Ends an update that broke off, so that another may follow."""
         server.cancel()
 
 

@@ -24,7 +24,8 @@ class WeightHistory:
         self._version = -1  # in use
 
     def hold(self, version: int) -> None:
-        """Collective over the training side: from now on these are the policy's present weights."""
+        """Collective over the training side: copies the policy's present weights and selects
+        them."""
         self._policy.wait_for_param_gather()
         # The memory of the oldest: no third copy, not even for a moment.
         is_full = len(self._held) == NUM_VERSIONS
@@ -40,7 +41,7 @@ class WeightHistory:
         self._version = version
 
     def use(self, version: int) -> None:
-        """From now on these are the weights of ``version``, one of the two that were held last."""
+        """Selects the weights of ``version``, one of the two that were held last."""
         assert version in self._held, f"version {version} is not held, but {sorted(self._held)}"
         self._version = version
 

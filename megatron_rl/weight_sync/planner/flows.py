@@ -25,11 +25,12 @@ class Stream(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Who sends which flow on to whom, as columns.
+    """The hops of all flows, as columns.
 
-    ``delay``: rounds of arrivals after the flow's own; ``turn``: 0 for a message into a node or
-    from a source, else the turn, after the arrivals of a round, in which a rank of the same node
-    gets it.
+    Attributes:
+        delay: rounds of arrivals after the flow's own.
+        turn: 0 for a message into a node or from a source, else the turn, after the arrivals of a
+            round, in which a rank of the same node gets it.
     """
 
     flow: np.ndarray
@@ -39,7 +40,7 @@ class Edges(NamedTuple):
     turn: np.ndarray
 
     def of_rank(self, rank: int) -> Edges:
-        """Those that begin or end there."""
+        """The edges that begin or end at ``rank``."""
         own = (self.sender == rank) | (self.receiver == rank)
         return Edges(*(column[own] for column in self))
 
@@ -74,7 +75,7 @@ class Flows:
 
     @cached_property
     def first_turns(self) -> tuple[int, ...]:
-        """Of each fan, the first of its ``len - 1`` turns. Fans that share a place have different
+        """The first of the ``len - 1`` turns of each fan. Fans that share a place have different
         turns, so that no rank is sent more in a turn than one rank received in one round.
 
         Example: of the fans (0, 1, 2), (2, 3) and (4, 5) the first has turns 1 and 2, the second,

@@ -26,8 +26,12 @@ Slices = tuple[Slice, ...]
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the ranks that take part. ``of_rank``, ``position``: rank -> its node, its place
-    there; ``ranks``: (node, place) -> rank, -1 where there is none."""
+    """The nodes of the ranks that take part.
+
+    Attributes:
+        of_rank, position: rank -> its node, its place there.
+        ranks: (node, place) -> rank, -1 where there is none.
+    """
 
     of_rank: np.ndarray
     position: np.ndarray
@@ -93,8 +97,10 @@ class FromRemote(NamedTuple):
 class NodeDemand:
     """What the ranks of one node want of one tensor, by its nearest source.
 
-    ``missing``: elements needed and not held, summed over ranks; ``entering``: elements needed on
-    the node and held nowhere on it. ``unavailable``: a place and a slice that no rank has.
+    Attributes:
+        missing: elements needed and not held, summed over ranks.
+        entering: elements needed on the node and held nowhere on it.
+        unavailable: a place and a slice that no rank has.
     """
 
     local: tuple[Local, ...]

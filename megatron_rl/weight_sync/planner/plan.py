@@ -1,4 +1,5 @@
-"""Who sends what to whom: a pure function of the shards that every process has and needs.
+"""The plan of a weight sync: who sends what to whom, a pure function of the shards that every
+process has and needs.
 
 Tensors that the same ranks have and want in the same way form one class, nodes whose ranks have and
 want the same of a class are alike, and both are planned once: the cost depends on the number of
@@ -29,12 +30,14 @@ from megatron_rl.weight_sync.planner.slices import Slice, covered, intersect, sl
 class Plan:
     """The deliveries, their flows and buckets, and their cost in bytes.
 
-    ``deliveries``: each with the flow of every entry of its ``sources``; None for local copies.
-    ``bytes_by_link``: same_process, same_node, across_nodes. ``lower_bound``: bytes that a process
-    needs and does not have, each counted once per process, summed over processes; no plan can send
-    less. ``node_bound``: bytes that are needed on a node and that no process of it has, each
-    counted once per node; no plan can send less across nodes. ``gather_bytes``: what arrives when
-    every rollout process receives every tensor whole.
+    Attributes:
+        deliveries: each with the flow of every entry of its ``sources``; None for local copies.
+        bytes_by_link: same_process, same_node, across_nodes.
+        lower_bound: bytes that a process needs and does not have, each counted once per process,
+            summed over processes; no plan can send less.
+        node_bound: bytes that are needed on a node and that no process of it has, each counted once
+            per node; no plan can send less across nodes.
+        gather_bytes: what arrives when every rollout process receives every tensor whole.
     """
 
     classes: tuple[TensorClass, ...]
@@ -101,17 +104,18 @@ class Machines:
 class PlanSettings:
     """What a plan follows from besides the shards.
 
-    ``bucket_bytes``, ``rounds_in_flight``: see ``schedule``. ``machines``: which ranks share a
-    node. ``replicas``: groups of ranks that must together want every element of every tensor (None:
-    all ranks that need anything are one). ``ignore``: tensors that need no receiver. ``cast``:
-    floating types may differ, values are cast before they are sent.
+    Attributes:
+        bucket_bytes, rounds_in_flight: see ``schedule``.
+        machines: which ranks share a node.
+        replicas: groups of ranks that must together want every element of every tensor (None: all
+            ranks that need anything are one).
+        cast: floating types may differ, values are cast before they are sent.
     """
 
     bucket_bytes: int
     rounds_in_flight: int = 2
     machines: Machines = Machines()
     replicas: Sequence[Sequence[int]] | None = None
-    ignore: Collection[str] = ()
     cast: bool = False
 
 
@@ -137,7 +141,7 @@ def make_plan(sources: Side, targets: Side, settings: PlanSettings) -> Plan:
     if replicas is None:
         replicas = [sorted(targets)]
     sides = (roles_of(sources), roles_of(targets))
-    planner = _Planner(sides, nodes, replicas, frozenset(settings.ignore))
+    planner = _Planner(sides, nodes, replicas)
     classes = tuple(tensor_classes(*sides, settings.cast))
     for number, tensors in enumerate(classes):
         planner.solve(number, tensors)
@@ -175,11 +179,9 @@ class _Planner:
         sides: tuple[Roles, Roles],
         nodes: Nodes,
         replicas: Sequence[Sequence[int]],
-        ignore: frozenset[str],
     ) -> None:
         self.sides = sides
         self.nodes = nodes
-        self.ignore = ignore
         num_ranks = len(nodes.of_rank)
         self.source_role = sides[0].of_ranks(num_ranks)
         self.target_role = sides[1].of_ranks(num_ranks)
@@ -320,8 +322,6 @@ class _Planner:
                             f"{names[0]}: rank {side.ranks[role][0]} names {slice_text(region)},"
                             f" which is empty or outside of its shape {full}"
                         )
-        if not tensors.targets and set(names) <= self.ignore:
-            return
         for roles, replica in self.replicas.items():
             wanted: list[Slice] = []
             for role in roles:
@@ -335,9 +335,9 @@ class _Planner:
                 holders += self.sides[0].ranks[role]
             raise ValueError(
                 f"{names[0]}{slice_text(lost[0])} (and the same slices of {len(names) - 1} other"
-                f" tensors) is held by the training ranks {sorted(holders)} but wanted by none of"
+                f" tensors) is held by the training ranks {sorted(holders)} but needed by none of"
                 f" the rollout ranks {replica}: its update would be lost. Correct the"
-                " recorded layout, or name the tensor in ignore"
+                " recorded layout"
             )
 
     def _raise_unavailable(
@@ -351,7 +351,7 @@ class _Planner:
         others = sorted({int(rank) for ranks in holders.values() for rank in ranks})
         raise ValueError(
             f"{tensors.names[0]}{slice_text(region)} (and the same slices of"
-            f" {len(tensors.names) - 1} other tensors) is wanted by rank"
+            f" {len(tensors.names) - 1} other tensors) is needed by rank"
             f" {self.nodes.ranks[nodes[0], place]} but held by no training rank; holders of other"
             f" parts: {others}. Correct the layout or map the missing parameter"
         )

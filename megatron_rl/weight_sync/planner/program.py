@@ -154,7 +154,7 @@ def _index(groups: Sequence[ShardGroup]) -> _Index:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the rank has, and needs, the slices of tensors."""
+    """The places where the rank has, and needs, slices of tensors."""
 
     at_source: _Index
     at_target: _Index
@@ -166,7 +166,7 @@ class _Places:
         return subview(group, index, region)
 
     def out(self, tensor: str, within: Slice, region: Slice) -> tuple[Landing, ...]:
-        """Where the sender reads the slice; the same for all that it goes to."""
+        """The place where the sender reads the slice; the same for all receivers."""
         if (tensor, region) not in self.leaving:
             view = self.source_view(tensor, within, region)
             self.leaving[tensor, region] = (Landing(_window(region, region), view),)
@@ -181,7 +181,7 @@ class _Places:
                     yield common, subview(group, index, common)
 
     def into(self, tensor: str, region: Slice) -> tuple[Landing, ...]:
-        """Where the receiver writes the slice."""
+        """The places where the receiver writes the slice."""
         return tuple(
             Landing(_window(wanted, region), view) for wanted, view in self.landings(tensor, region)
         )
@@ -210,7 +210,7 @@ class _Parcels(NamedTuple):
 
 
 def _parcels(plan: Plan, chosen: np.ndarray) -> dict[int, _Parcels]:
-    """Of each flow of ``chosen``, which marks flows."""
+    """The parcels of each flow that ``chosen`` marks."""
     rows: dict[int, list[np.ndarray]] = defaultdict(list)
     orders = [np.array(tensors.order) for tensors in plan.classes]
     for number, (delivery, flows) in enumerate(plan.deliveries):

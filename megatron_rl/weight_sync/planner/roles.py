@@ -15,7 +15,7 @@ from megatron_rl.weight_sync.planner.slices import Slice
 
 Side = Mapping[int, Sequence[ShardGroup]]  # rank -> its shards
 # A cast between these is what an engine's own loader does.
-CASTABLE = ("float32", "bfloat16", "float16", "float64")
+_CASTABLE = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,13 @@ class ShardPattern(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorClass:
-    """Tensors of one shape with the same sources and the same targets. ``order``: their places in
-    the order of all names. ``dtype``: in which they travel, that of the engine. ``sources`` and
-    ``targets``: role -> its slices."""
+    """Tensors of one shape with the same sources and the same targets.
+
+    Attributes:
+        order: their places in the order of all names.
+        dtype: in which they travel, that of the engine.
+        sources, targets: role -> its slices.
+    """
 
     names: tuple[str, ...]
     order: tuple[int, ...]
@@ -180,7 +184,7 @@ def _travels_as(
     first = patterns[0]
     last = patterns[-1]  # a target: those come last
     wanted = last.dtype
-    may_differ = cast and {first.dtype, wanted} <= set(CASTABLE)
+    may_differ = cast and {first.dtype, wanted} <= set(_CASTABLE)
     for pattern in patterns:
         # Sources agree with the first of them, and so do targets; where a cast is allowed, targets
         # agree with each other instead.

@@ -12,8 +12,8 @@ import numpy as np
 from megatron_rl.weight_sync.planner.flows import Edges, Flows, Stream
 
 ALIGNMENT = 16  # bytes; a multiple of every item size, so that no element is cut
-SLOTS = 8  # parts of a round that are given away; more waste less of it, and plan longer
-LOOK_BACK = 32 * SLOTS  # slots that are searched before the last one used; older gaps stay open
+_SLOTS = 8  # parts of a round that are given away; more waste less of it, and plan longer
+_LOOK_BACK = 32 * _SLOTS  # slots that are searched before the last one used; older gaps stay open
 
 
 class BucketId(NamedTuple):
@@ -81,7 +81,7 @@ def schedule(flows: Flows, bucket_bytes: int, rounds_in_flight: int) -> Schedule
             f" {ALIGNMENT} bytes and one round in flight"
         )
     # Rounded down to the alignment: a bucket begins at a slot, so it begins at an element.
-    slot = max(ALIGNMENT, bucket_bytes // SLOTS // ALIGNMENT * ALIGNMENT)
+    slot = max(ALIGNMENT, bucket_bytes // _SLOTS // ALIGNMENT * ALIGNMENT)
     calendar = _Calendar(len(flows.nodes.of_rank), slot, bucket_bytes // slot)
     for together in matchings(flows):
         calendar.place(together, flows)
@@ -134,7 +134,7 @@ def matchings(flows: Flows) -> list[np.ndarray]:
 
 
 def _distances(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Of each pair, counted in its component."""
+    """Distance from source to target of each pair, counted in its component."""
     if not len(source):
         return source
     component = _components(source, target)
@@ -197,7 +197,7 @@ class _Calendar:
         last = np.maximum(self.used_to[sending], self.used_to[receiving])
         first = np.maximum(self.free_from[sending], self.free_from[receiving])
         # One window for all rows. From ``last`` on both ends are free: ``wanted`` more are enough.
-        low = int(np.maximum(first, last - LOOK_BACK).min())
+        low = int(np.maximum(first, last - _LOOK_BACK).min())
         high = int((last + wanted).max())
         while high > self.busy.shape[2]:
             self.busy = np.concatenate([self.busy, np.zeros_like(self.busy)], axis=2)  # doubled

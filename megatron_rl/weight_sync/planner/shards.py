@@ -87,7 +87,7 @@ def natural(name: str) -> tuple[str | int, ...]:
 
 
 def subview(group: ShardGroup, index: int, region: Slice) -> View:
-    """Where ``region``, a part of the shard, lies in the parameter ``group.keys[index]``."""
+    """The view of ``region``, a part of the shard, in the parameter ``group.keys[index]``."""
     shard = group.shard
     offset = shard.offset
     for first, shard_first, step in zip(region.start, shard.start, shard.stride, strict=True):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import ResponseBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import ResponseBatch
 from megatron_rl.plugins import load_plugins
 from tools.claims import CLAIMS
 

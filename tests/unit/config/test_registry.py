@@ -12,18 +12,18 @@ from pydantic import Field
 from torch import Tensor
 
 from megatron_rl.config.load import add_config_dir, compose
-from megatron_rl.config.method import reward_scheme_errors
+from megatron_rl.config.method import load_method
 from megatron_rl.errors import ConfigError, RegistrationError
 from megatron_rl.loss import (
     EstimatorNeeds,
     Evidence,
     Terms,
-    load_method,
     register_estimator,
     register_policy_loss,
     register_shaper,
     register_token_shaper,
 )
+from megatron_rl.loss.config import reward_scheme_errors
 from megatron_rl.models import Family, register_family
 from megatron_rl.plugins import load_plugins
 from megatron_rl.rollouts.hooks import register_rollout_hook

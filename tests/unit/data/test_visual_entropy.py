@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.multimodal import visual_entropy
 from megatron_rl.data.multimodal.visual_entropy import visual_entropy as entropy_of
-from megatron_rl.loss import load_method
 from tools import visual_entropy as tool
 
 

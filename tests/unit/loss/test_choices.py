@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.load import add_config_dir
+from megatron_rl.config.method import load_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss import (
     Evidence,
     Terms,
-    load_method,
-    register,
     register_estimator,
     register_policy_loss,
     register_shaper,
@@ -109,7 +108,6 @@ def test_the_guide_of_a_new_estimator_works_as_it_stands(tmp_path: Path) -> None
     (yaml,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     module = dict(vars(advantages))
     exec(function, module)
-    register._describe_own()
     (tmp_path / "method").mkdir()
     (tmp_path / "method/median.yaml").write_text(yaml)
     add_config_dir(tmp_path)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_rl.config.method import reward_scheme_errors
+from megatron_rl.config.method import load_method
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss import load_method
+from megatron_rl.loss.config import reward_scheme_errors
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 from tests.unit.loss.groups import flags, same, vector
 

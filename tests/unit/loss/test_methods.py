@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_rl.config.load import conf_dir
-from megatron_rl.config.method import MethodConfig, MismatchConfig
-from megatron_rl.loss import Method, TokenBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import Method, TokenBatch
+from megatron_rl.loss.config import MethodConfig, MismatchConfig
 from tests.unit.loss import reference, token_reference
 from tests.unit.loss.batches import LIMIT, per_response, response_batch, rollout, token_batch
 from tests.unit.loss.groups import changed
@@ -273,8 +274,8 @@ def test_pacs_at_the_old_policy() -> None:
 def test_load_is_light_and_quick() -> None:
     """Neither megatron nor vllm comes in, and a method is there in under a second after torch."""
     script = (
-        "import sys, time, torch; start = time.process_time(); from megatron_rl.loss import"
-        " load_method; load_method('a_grae');took = time.process_time() - start; loaded ="
+        "import sys, time, torch; start = time.process_time(); from megatron_rl.config.method"
+        " import load_method; load_method('a_grae');took = time.process_time() - start; loaded ="
         " {name.split('.')[0] for name in sys.modules};print(took, sorted(loaded & {'megatron',"
         " 'vllm', 'transformers'}))"
     )

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import Method, TokenBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import Method, TokenBatch
 from megatron_rl.loss.per_token import perception
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 from tests.unit.loss.groups import changed, same, vector

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_rl.config.load import conf_dir
-from megatron_rl.loss import ResponseBatch, load_method
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import ResponseBatch
 from tests.unit.loss.groups import flags, same, vector
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_rl.loss import TokenBatch, choices
 from megatron_rl.loss.per_token.token_loss import LossPlan, token_loss
@@ -244,12 +245,13 @@ def test_token_shaping_has_no_gradient() -> None:
     same(entropy.grad, -0.05, -0.05, -0.1)
 
 
+def leaky(advantages: Tensor, logprobs: Tensor) -> Tensor:
+    return advantages + logprobs
+
+
 def test_what_a_token_shaper_returns_is_a_constant() -> None:
     """A + logp = 0, -1, -5: the gradient is -(A + logp) w alone."""
-    leaky = choices.choice(
-        choices.TOKEN_SHAPING, lambda advantages, logprobs: advantages + logprobs
-    )
-    choices.TOKEN_SHAPERS["leaky"] = leaky
+    choices.TOKEN_SHAPERS.enter("leaky", leaky)
     try:
         data = batch()
         shaped = plan(token_shaping=(("leaky", {}),))

@@ -1,4 +1,4 @@
-"""The memory of a policy that sees, by hand, and measured."""
+"""The memory of a vision-language policy, by hand, and measured."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from matplotlib.image import imread
 
-from megatron_rl.reporting.figures import draw_curves, smooth
+from megatron_rl.reporting.figures import draw_curves
 from megatron_rl.reporting.pass_at_k import pass_at_k
 from megatron_rl.reporting.report import report, table
 
@@ -72,11 +72,6 @@ def test_report_says_what_was_not_finite_and_how_many_steps_were_skipped(tmp_pat
 
 def test_table_is_aligned():
     assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\n-------\nccc   d"
-
-
-def test_smoothing():
-    assert smooth([0.0, 3.0, 6.0, 0.0], 2) == [1.5, 3.0, 3.0, 3.0]
-    assert smooth([1.0], 10) == [1.0]
 
 
 def test_a_figure_shows_the_panels_a_run_has(tmp_path):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.multimodal.masks import MaskedImage, masked
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.loss import load_method
 from megatron_rl.passes import LocalBatch, TokenScores, TokenView
 from megatron_rl.signals import signals_of
 from megatron_rl.signals.masked_images import MaskedCopies, mask_seed, with_masked_images

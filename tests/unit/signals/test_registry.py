@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.config.method import load_method
 from megatron_rl.errors import RegistrationError
 from megatron_rl.loss import (
     EstimatorNeeds,
     Evidence,
-    load_method,
     register_estimator,
     register_policy_loss,
     register_shaper,

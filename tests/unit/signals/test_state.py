@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.checkpoints.part_writer import saved_bytes
 from megatron_rl.checkpoints.safe_load import load_plain
-from megatron_rl.loss import load_method
+from megatron_rl.config.method import load_method
 from megatron_rl.signals import signals_of
 from megatron_rl.signals.prompt_history import PromptHistory
 from megatron_rl.trainer.trainer import Trainer

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.evaluation.evaluator import Evaluator
-from megatron_rl.loss import load_method
 from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler, rollout_sampling
 from megatron_rl.rollouts.sources import Colocated

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
+from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.loss import load_method
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.experience import Responses
 from megatron_rl.rollouts.hooks import RolloutEdit, RolloutHooks, register_rollout_hook

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.loss import load_method
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.resampling import Ask, Resample, Resampling, SamplingHook, ScoredGroup

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -91,17 +91,16 @@ def plain_plan(
     *,
     gpus_per_node: int,
     replicas: Sequence[Sequence[int]] | None = None,
-    ignore: Collection[str] = (),
 ) -> PlainPlan:
     """The plan that brings every target shard to its process: from itself if it has it, else from
     its node, else from anywhere; among equal sources the senders share the load.
 
     ``sources``, ``targets``: what each rank has, and wants. Node of a rank:
     ``rank // gpus_per_node``. ``replicas``: groups of ranks that must together want every element
-    of every tensor (None: all ranks of ``targets`` are one). ``ignore``: tensors that rightly
-    nobody wants. Deterministic: equal inputs give equal plans on every rank.
+    of every tensor (None: all ranks of ``targets`` are one). Deterministic: equal inputs give
+    equal plans on every rank.
 
-    Raises ValueError, naming tensor, ranks and slice_text, for a tensor or an element nobody has or
+    Raises ValueError, naming tensor, ranks and slices, for a tensor or an element nobody has or
     nobody wants, for a shape or dtype that differs, and for an element of a parameter that would be
     written twice.
     """
@@ -111,7 +110,7 @@ def plain_plan(
         check_written_once(rank, targets[rank])
     if replicas is None:
         replicas = [sorted(targets)]
-    planner = _Planner(gpus_per_node, replicas, frozenset(ignore))
+    planner = _Planner(gpus_per_node, replicas)
     classes = tuple(planner.solve(members) for members in _classes(sources, targets))
     plan = PlainPlan(
         classes,
@@ -200,12 +199,9 @@ _covered = lru_cache(maxsize=65536)(covered)
 class _Planner:
     """Plans class after class, and keeps the load of every sender and the cost so far."""
 
-    def __init__(
-        self, gpus_per_node: int, replicas: Sequence[Sequence[int]], ignore: frozenset[str]
-    ) -> None:
+    def __init__(self, gpus_per_node: int, replicas: Sequence[Sequence[int]]) -> None:
         self.gpus_per_node = gpus_per_node
         self.replicas = replicas
-        self.ignore = ignore
         self.load: dict[int, int] = defaultdict(int)  # bytes that each rank sends
         self.streams: dict[Stream, int] = defaultdict(int)
         self.bytes_by_link: dict[str, int] = defaultdict(int)
@@ -270,8 +266,6 @@ class _Planner:
                         f"{names[0]}: rank {rank} names {slice_text(region)}, which is empty or"
                         f" outside of its shape {full}"
                     )
-        if not targets and set(names) <= self.ignore:
-            return
         for replica in self.replicas:
             wanted = [region for rank in replica if rank in targets for region in targets[rank]]
             if _covered(tuple(wanted)) == math.prod(full):
@@ -279,9 +273,9 @@ class _Planner:
             lost = without(whole, wanted)
             raise ValueError(
                 f"{names[0]}{slice_text(lost[0])} (and the same slices of {len(names) - 1} other"
-                f" tensors) is held by the training ranks {sorted(sources)} but wanted by none of"
+                f" tensors) is held by the training ranks {sorted(sources)} but needed by none of"
                 f" the rollout ranks {sorted(replica)}: its update would be lost. Correct the"
-                " recorded layout, or name the tensor in ignore"
+                " recorded layout"
             )
 
     def _bring(
@@ -311,7 +305,7 @@ class _Planner:
             others = sorted({rank for ranks in ranks_with.values() for rank in ranks})
             raise ValueError(
                 f"{names[0]}{slice_text(missing[0])} (and the same slices of {len(names) - 1} other"
-                f" tensors) is wanted by rank {target} but held by no training rank; holders of"
+                f" tensors) is needed by rank {target} but held by no training rank; holders of"
                 f" other parts: {others}. Correct the layout or map the missing parameter"
             )
         return deliveries

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl.protocols import Parameters
 from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpack
 from megatron_rl.weight_sync.planner.flows import Stream
 from megatron_rl.weight_sync.planner.plan import Plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.roles import Side
-from megatron_rl.weight_sync.transport import tensors
 from tests.unit.weight_sync.training_tables import TrainLayout
 from tools.planning.engine_tables import ModelShape, RolloutLayout
 
@@ -315,3 +315,17 @@ def simulate(
             done(rank, copy.target.key)
     assert not any(count for counts in left.values() for count in counts.values())
     return moved
+
+
+def tensors(parameters: Mapping[str, Tensor]) -> Parameters:
+    """The lookup of a plain mapping. Raises ValueError naming a key that it lacks."""
+
+    def get(key: str) -> Tensor:
+        if key not in parameters:
+            raise ValueError(
+                f"parameter {key!r} is in the plan but not among the {len(parameters)} parameters"
+                " of this process"
+            )
+        return parameters[key]
+
+    return get

@@ -290,7 +290,7 @@ def test_misfits_and_absences_are_one_error(world):
     policy, server = Policy(), TwoWorkers()
     policy.values["c"] = torch.zeros(4, 2)
     with pytest.raises(
-        ValueError, match=r"c\[0:4, 0:2\].*wanted by none of the rollout ranks \[1, 2\]"
+        ValueError, match=r"c\[0:4, 0:2\].*needed by none of the rollout ranks \[1, 2\]"
     ):
         OneServer(policy, server, world, OPTIONS)
     server = TwoWorkers()
@@ -317,7 +317,7 @@ def test_a_refused_construction_leaves_nothing_behind(world):
     before, server = set(distributed_c10d._world.pg_map), TwoWorkers()
     policy = Policy()
     policy.values["c"] = torch.zeros(4, 2)
-    with pytest.raises(ValueError, match="wanted by none"):
+    with pytest.raises(ValueError, match="needed by none"):
         OneServer(policy, server, world, OPTIONS)
     ours = set(distributed_c10d._world.pg_map) - before
     assert len(ours) == 2, "the two workers' alone"

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from megatron_rl.reporting.comparison.curves import (
     Curve,
     band_of,
-    moving_mean,
     pass_band,
     run_curve,
     smoothing_width,
@@ -18,6 +17,7 @@ from megatron_rl.reporting.comparison.curves import (
 from megatron_rl.reporting.comparison.drawing import Drawn, draw_variants, style_of
 from megatron_rl.reporting.comparison.panels import panels_of
 from megatron_rl.reporting.comparison.scores import last_value
+from megatron_rl.reporting.metrics_file import moving_mean
 from tests.unit.reporting.comparison.made_runs import curve_rows, variants_in, write_run
 
 NAN = float("nan")
@@ -64,6 +64,7 @@ def test_a_moving_mean_passes_over_gaps_and_keeps_them():
     same(moving_mean(np.array([0.0, 3, 6, 0]), 2), [1.5, 3, 3, 3])
     same(moving_mean(np.array([0.0, NAN, 6, 0]), 2), [0, NAN, 3, 3])
     same(moving_mean(np.array([5.0, 1]), 1), [5, 1])
+    same(moving_mean(np.array([1.0]), 10), [1])
 
 
 def test_only_curves_of_training_are_smoothed(tmp_path):

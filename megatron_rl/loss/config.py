@@ -1,0 +1,271 @@
+"""The schema of a method: named choices with their knobs, and what is set beside them.
+
+The knobs of a choice, their types and their defaults stand in the signature of its function in
+``megatron_rl/loss``; a yaml names what it chooses and where it differs. A knob given to another
+choice is refused with the name of the choice it belongs to.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    model_validator,
+)
+
+from megatron_rl.knobs import Named, Piece, by_key, by_name, one_of
+from megatron_rl.loss.choices import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    ESTIMATORS,
+    KL_WEIGHTS,
+    POLICY_LOSSES,
+    SHAPERS,
+    TOKEN_SHAPERS,
+)
+from megatron_rl.loss.per_response import advantages, histories, shaping
+from megatron_rl.loss.per_token import (
+    aggregate,
+    demonstrations,
+    kl,
+    mismatch,
+    policy_losses,
+    response_losses,
+    token_advantages,
+)
+
+# Their decorators have filled the tables.
+FILES = (
+    advantages,
+    histories,
+    shaping,
+    token_advantages,
+    policy_losses,
+    response_losses,
+    demonstrations,
+    aggregate,
+    kl,
+    mismatch,
+)
+
+Estimator = Annotated[SerializeAsAny[Named], by_name(ESTIMATORS)]
+Shaping = Annotated[dict[str, SerializeAsAny[Named]], by_key(SHAPERS)]
+TokenShaping = Annotated[dict[str, SerializeAsAny[Named]], by_key(TOKEN_SHAPERS)]
+PolicyLoss = Annotated[SerializeAsAny[Named], by_name(POLICY_LOSSES)]
+Aggregate = Annotated[SerializeAsAny[Named], by_name(AGGREGATIONS)]
+KlWeights = Annotated[SerializeAsAny[Named], by_name(KL_WEIGHTS)]
+KlEstimator = Annotated[str, one_of("KL estimator", kl.ESTIMATORS)]
+Correction = Annotated[str, one_of(CORRECTIONS.what, CORRECTIONS, "none")]
+
+
+class KlConfig(Piece):
+    """``coef_positive`` and ``coef_negative``, given together, replace ``coef``.
+
+    The one is for correct responses, the other for incorrect ones.
+    """
+
+    coef: NonNegativeFloat
+    estimator: KlEstimator = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+    weights: KlWeights = Field(default_factory=lambda: {"name": "constant"}, validate_default=True)
+    coef_positive: NonNegativeFloat | None = None
+    coef_negative: NonNegativeFloat | None = None
+    aggregate: Aggregate | None = None  # null = like the policy term
+
+    @model_validator(mode="after")
+    def _signs_together(self) -> KlConfig:
+        if (self.coef_positive is None) != (self.coef_negative is None):
+            raise ValueError(
+                "coef_positive and coef_negative replace coef together: give both or none"
+            )
+        if self.coef_positive is not None and self.coef != 0:
+            raise ValueError("coef_positive and coef_negative replace coef: set coef to 0")
+        return self
+
+
+class EntropyConfig(Piece):
+    """The entropy of the policy, in the loss and as a metric."""
+
+    coef: float = 0.0  # loss -= coef * entropy
+    metric: bool = True  # log the entropy even where coef is 0
+
+
+class EntropyAnchorConfig(Piece):
+    """loss += coef (mean entropy of the nucleus over peak tokens - that of the run's start)^2.
+
+    The nucleus is the most likely tokens that reach the probability ``top_p``; at peak tokens its
+    entropy is not below the ``quantile`` of the minibatch.
+    """
+
+    coef: NonNegativeFloat = 0.005
+    quantile: Annotated[float, Field(ge=0, le=1)] = 0.8
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+
+class SelfRewardConfig(Piece):
+    """loss += alpha mean over responses (r_s - correct)^2.
+
+    r_s = beta (logprob of the token ``token_id`` after the response - its mean at the run's start).
+    """
+
+    token_id: NonNegativeInt
+    alpha: NonNegativeFloat = 0.1
+    beta: PositiveFloat = 0.1
+
+
+class PerceptionConfig(Piece):
+    """loss += -gamma KL(policy, policy given the masked image) + eta H + eta_masked H_masked.
+
+    Each patch of an image is black with probability ``mask_ratio``. ``masked``: the policy that is
+    given the masked image is the current one, with gradient, or the one before the updates of the
+    step, without.
+    """
+
+    gamma: NonNegativeFloat = 0.02
+    eta: NonNegativeFloat = 0.05
+    eta_masked: NonNegativeFloat = 0.05
+    mask_ratio: Annotated[float, Field(ge=0, le=1)] = 0.6
+    masked: Literal["current", "old"] = "current"
+    max_log_ratio: PositiveFloat = 20.0
+    max_kl: PositiveFloat = 10.0
+
+
+class MismatchConfig(Piece):
+    """What to do about engine and trainer disagreeing on the old policy: w = exp(old - sampler)."""
+
+    kind: Correction = "none"
+    cap: Annotated[float, Field(gt=1)] = 2.0
+
+
+class OverlongConfig(Piece):
+    """Soft penalty for responses close to the limit: Lc = buffer_share * Lmax tokens."""
+
+    buffer_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    factor: NonNegativeFloat = 1.0
+    max_tokens: PositiveInt | None = None  # Lmax; null = the response limit of the trainer
+
+
+class RepetitionConfig(Piece):
+    """Penalty for truncated responses that end in a repeated block."""
+
+    penalty: NonNegativeFloat = 0.1
+    min_block_tokens: PositiveInt = 1
+    max_block_tokens: PositiveInt = 256
+
+
+class CuriosityConfig(Piece):
+    """Bonus w min(|r| / kappa, alpha B), B = minus the mean logprob of the response.
+
+    w goes linearly from ``start`` to ``end`` over the run.
+    """
+
+    kappa: PositiveFloat = 3.0
+    alpha: NonNegativeFloat = 1.0
+    start: NonNegativeFloat = 1.0
+    end: NonNegativeFloat = 0.0
+
+
+class RewardShapingConfig(Piece):
+    """What is added to rewards before the estimator sees them."""
+
+    overlong: OverlongConfig | None = None
+    repetition: RepetitionConfig | None = None
+    curiosity: CuriosityConfig | None = None
+
+
+class DynamicSamplingConfig(Piece):
+    """Keep the groups with both outcomes; refill from the prompt stream."""
+
+    # Prompts that one step looks at, in batches of its size; then it takes the groups found so far.
+    max_tries: PositiveInt = 10
+
+
+class FiltersConfig(Piece):
+    """Which groups take part."""
+
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    drop_all_correct: bool = False
+
+
+class MethodConfig(Piece):
+    """A file of conf/method."""
+
+    name: str
+    estimator: Estimator
+    shaping: Shaping = Field(default_factory=dict)  # of responses
+    token_shaping: TokenShaping = Field(default_factory=dict)  # of tokens, after the other
+    policy_loss: PolicyLoss
+    aggregate: Aggregate
+    kl: KlConfig
+    entropy: EntropyConfig = EntropyConfig()
+    entropy_anchor: EntropyAnchorConfig | None = None
+    self_reward: SelfRewardConfig | None = None
+    perception: PerceptionConfig | None = None
+    mismatch: MismatchConfig = MismatchConfig()
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    filters: FiltersConfig = FiltersConfig()
+    std_ddof: Literal[0, 1] = 0  # divisor of a group's std: G - std_ddof
+    eps: NonNegativeFloat = 1e-6  # added to the std
+
+    @property
+    def sequences_per_response(self) -> int:
+        """That an update works on: a response may be seen once more, behind masked images."""
+        return 2 if self.perception is not None and self.perception.masked == "current" else 1
+
+    @model_validator(mode="after")
+    def _domains(self) -> MethodConfig:
+        name = self.estimator.name
+        needs = ESTIMATORS[name].needs
+        if needs.unit_rewards and self.kl.placement == "reward":
+            raise ValueError(
+                f"estimator {name} needs rewards in [0, 1], which kl.placement=reward leaves;"
+                " set kl.placement=loss"
+            )
+        shaping = self.reward_shaping
+        changes = (shaping.overlong, shaping.repetition, shaping.curiosity)
+        if needs.unit_rewards and any(changes):
+            raise ValueError(
+                f"estimator {name} needs rewards in [0, 1], which a penalty or bonus leaves; set"
+                " reward_shaping={}"
+            )
+        if needs.check_knobs is not None:
+            problem = needs.check_knobs(**self.estimator.knobs)
+            if problem is not None:
+                raise ValueError(f"estimator {name}: {problem}")
+        return self
+
+
+def reward_scheme_errors(
+    method: MethodConfig, accuracy_weight: float, format_weight: float
+) -> list[str]:
+    """What is wrong between a method and the reward weights; empty when nothing is.
+
+    Example: ``mapo`` with weights 1 + 0.5 needs rewards in [0, 1], so the weights must sum to 1
+    (0.9 and 0.1 in the paper).
+    """
+    estimator = method.estimator
+    needs = ESTIMATORS[estimator.name].needs
+    top = accuracy_weight + format_weight
+    rescale = (
+        "divide both weights by their sum, e.g. reward.accuracy_weight=0.9 reward.format_weight=0.1"
+    )
+    outside = min(accuracy_weight, format_weight) < 0 or top > 1 + 1e-6
+    if needs.unit_rewards and outside:
+        return [
+            f"method.estimator.name = {estimator.name}: needs rewards in [0, 1], but they reach"
+            f" {top:g}; {rescale}"
+        ]
+    found = needs.check_rewards and needs.check_rewards(top, **estimator.knobs)
+    if found is None:
+        return []
+    problem, remedy = found
+    return [
+        f"method.estimator.{problem} (the weights sum to {top:g}); {rescale}, or set"
+        f" method.estimator.{remedy}"
+    ]
