@@ -1,7 +1,6 @@
 """Run by an interpreter that has Transformer Engine, on a machine without a GPU.
 Arguments: a folder; a second one asks for the check of two processes.
-Layers and optimizer are built, with weights on the CPU; forward, backward and step cannot run.
-"Is there a CUDA device?" is answered for a GPU that is not there.
+Layers and optimizer are built on the CPU, as if there were a GPU; no forward, backward or step.
 """
 
 from __future__ import annotations
