@@ -182,6 +182,9 @@ class ReplayedRun:
         recorded = read_step(self._route.record, step)
         self._check_settings(recorded)
         experience = recorded.experience(self._prompt, is_main=self._world.is_main)
+        schedule = self._config.rollout.anneal.schedule
+        if schedule is not None:
+            experience = replace(experience, annealing=schedule.at(step))
         scored = self._learner.score(experience.at_step(step, self._config.trainer.num_steps))
         found = rollout_metrics(scored) | self._learner.update(step, scored)
         metrics = {name: _as_written(value) for name, value in found.items()}

@@ -1,0 +1,18 @@
+"""What an environment appends is marked as not sampled."""
+
+from megatron_rl.rollouts.environment import APPENDED, SingleTurn, appended
+from megatron_rl.types import Completion, Prompt, VersionSpan
+
+
+def test_what_is_appended_was_sampled_by_no_weights() -> None:
+    first = appended(Completion((9, 2), (-0.5, -0.25), False, 4), (7, 7))
+    assert list(first.token_ids) == [9, 2, 7, 7]
+    assert list(first.sampled or ()) == [True, True, False, False]
+    assert first.spans == (VersionSpan(4, 2), VersionSpan(APPENDED, 4))
+    assert list(appended(first, (8,)).sampled or ()) == [True, True, False, False, False]
+
+
+def test_a_single_turn_is_complete_when_its_engine_ends_it() -> None:
+    environment = SingleTurn()
+    environment.start(Prompt("p", (1,), "2", "toy"), seed=3)
+    assert environment.step((9, 2), seed=3) is None
