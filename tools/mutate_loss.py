@@ -61,8 +61,9 @@ class ChangedSource(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def failure(mutation: Mutation | None, test_module: str) -> str | None:
     """The first test of ``test_module`` that fails with the bug in place, None if all pass."""
     finders = [] if mutation is None else [changed(mutation)]
-    loaded = [n for n in sys.modules if n.startswith(("megatron_rl.loss", "tests.unit.loss"))]
-    for name in loaded:
+    # The configuration holds functions of the loss: it is loaded afresh too.
+    fresh = ("megatron_rl.loss", "megatron_rl.config", "tests.unit.loss")
+    for name in [name for name in sys.modules if name.startswith(fresh)]:
         del sys.modules[name]
     sys.meta_path[:0] = finders
     try:

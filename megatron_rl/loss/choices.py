@@ -23,6 +23,7 @@ from megatron_rl.loss.per_response.evidence import Evidence
 from megatron_rl.loss.per_token.terms import OPTIONAL, Terms
 
 Function = Callable[..., Any]  # a tensor, or ``Clipped``
+Decorator = Callable[[Function], Function]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class PolicyLoss(Choice):
     clips: bool  # to [1 - low, 1 + high] of its knobs, so that clipped shares are logged
 
 
-class Table(Choices):
+class FunctionTable(Choices):
     """The functions of one kind, each a ``Choice`` under its name."""
 
     def __init__(self, what: str, form: Form, kind: type[Choice] = Choice) -> None:
@@ -144,56 +145,42 @@ class Table(Choices):
         return schema
 
 
-ESTIMATORS = Table("estimator", PER_RESPONSE, Estimator)
-SHAPERS = Table("shaper", SHAPING)
-TOKEN_SHAPERS = Table("token shaper", TOKEN_SHAPING)
-POLICY_LOSSES = Table("policy loss", PER_TOKEN, PolicyLoss)
-AGGREGATIONS = Table("aggregation", PER_TOKEN)
-KL_WEIGHTS = Table("KL weight", PER_RESPONSE)
-CORRECTIONS = Table("mismatch correction", PER_TOKEN)
+ESTIMATORS = FunctionTable("estimator", PER_RESPONSE, Estimator)
+SHAPERS = FunctionTable("shaper", SHAPING)
+TOKEN_SHAPERS = FunctionTable("token shaper", TOKEN_SHAPING)
+POLICY_LOSSES = FunctionTable("policy loss", PER_TOKEN, PolicyLoss)
+AGGREGATIONS = FunctionTable("aggregation", PER_TOKEN)
+KL_WEIGHTS = FunctionTable("KL weight", PER_RESPONSE)
+CORRECTIONS = FunctionTable("mismatch correction", PER_TOKEN)
 
 
-def estimator(**needs: Any) -> Callable[[Function], Function]:
-    """Enters one advantage per response under the function's name; ``needs``: EstimatorNeeds."""
-    wanted = EstimatorNeeds(**needs)
-    return _entering(ESTIMATORS, reads=wanted.reads, needs=wanted)
+def _entering(table: FunctionTable, name: str | None = None, **more: Any) -> Decorator:
+    """Enters a function into ``table`` under ``name``, or its own."""
 
-
-def shaper(function: Function) -> Function:
-    """Enters advantages -> advantages under the function's name."""
-    return _entering(SHAPERS)(function)
-
-
-def token_shaper(function: Function) -> Function:
-    """Enters advantages of tokens -> advantages of tokens under the function's name."""
-    return _entering(TOKEN_SHAPERS)(function)
-
-
-def policy_loss(
-    *, sequence_ratio: bool = False, clips: bool = False
-) -> Callable[[Function], Function]:
-    """Enters what is minimized at each token under the function's name; see ``PolicyLoss``."""
-    return _entering(POLICY_LOSSES, sequence_ratio=sequence_ratio, clips=clips)
-
-
-def aggregation(function: Function) -> Function:
-    """Enters the weight of each token under the function's name."""
-    return _entering(AGGREGATIONS)(function)
-
-
-def kl_weight(function: Function) -> Function:
-    """Enters the factor of kl.coef at each response under the function's name."""
-    return _entering(KL_WEIGHTS)(function)
-
-
-def correction(name: str) -> Callable[[Function], Function]:
-    """Enters weights of the policy term, chosen by ``mismatch.kind``, under ``name``."""
-    return _entering(CORRECTIONS, name)
-
-
-def _entering(table: Table, name: str | None = None, **more: Any) -> Callable[[Function], Function]:
     def enter(function: Function) -> Function:
         table.enter(name or function.__name__, function, **more)
         return function
 
     return enter
+
+
+def estimator(**needs: Any) -> Decorator:
+    """Enters one advantage per response under the function's name; ``needs``: EstimatorNeeds."""
+    wanted = EstimatorNeeds(**needs)
+    return _entering(ESTIMATORS, reads=wanted.reads, needs=wanted)
+
+
+def policy_loss(*, sequence_ratio: bool = False, clips: bool = False) -> Decorator:
+    """Enters what is minimized at each token under the function's name; see ``PolicyLoss``."""
+    return _entering(POLICY_LOSSES, sequence_ratio=sequence_ratio, clips=clips)
+
+
+def correction(name: str) -> Decorator:
+    """Enters weights of the policy term, chosen by ``mismatch.kind``, under ``name``."""
+    return _entering(CORRECTIONS, name)
+
+
+shaper = _entering(SHAPERS)  # advantages -> advantages
+token_shaper = _entering(TOKEN_SHAPERS)  # advantages of tokens -> advantages of tokens
+aggregation = _entering(AGGREGATIONS)  # the weight of each token
+kl_weight = _entering(KL_WEIGHTS)  # the factor of kl.coef at each response

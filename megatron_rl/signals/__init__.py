@@ -7,7 +7,7 @@ is imported.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from megatron_rl.signals.base import Columns, Setup, Signal, StepView
+from megatron_rl.signals.base import Columns, Signal, SignalSetup, StepView
 from megatron_rl.signals.registry import Signals, register_signal, signals_of
 
 for _module in iter_modules(__path__):
@@ -15,8 +15,8 @@ for _module in iter_modules(__path__):
 
 __all__ = [
     "Columns",
-    "Setup",
     "Signal",
+    "SignalSetup",
     "Signals",
     "StepView",
     "register_signal",

@@ -96,7 +96,7 @@ class StepView:
 
 
 @dataclass(frozen=True)
-class Setup:
+class SignalSetup:
     """What a signal may use before the policy is built."""
 
     model_path: Path
@@ -153,7 +153,7 @@ class Signal:
     def check(self, prompts: Iterable[Prompt], config: Config) -> None:
         """Raises ValueError where the training prompts or the configuration do not allow it."""
 
-    def prepare(self, data: Data, setup: Setup) -> Data:
+    def prepare(self, data: Data, setup: SignalSetup) -> Data:
         """Before the policy is built: ``data`` with what it adds to the prompts."""
         return data
 

@@ -9,7 +9,7 @@ from megatron_rl.signals.registry import register_signal
 
 
 @register_signal
-class Demonstrations(Signal):
+class IsDemonstration(Signal):
     """``is_demonstration``: the response came with its prompt; what is sampled beside them, and
     how, is the rollout's (``rollouts/given.py``)."""
 

@@ -12,8 +12,9 @@ from megatron_rl.data.reading import Data
 from megatron_rl.errors import RegistrationError, close_names, did_you_mean
 from megatron_rl.loss import Method
 from megatron_rl.loss.batch import Reading
+from megatron_rl.loss.choices import PER_RESPONSE, PER_TOKEN
 from megatron_rl.passes import LocalBatch, Output, Outputs, TokenScores, TokenView
-from megatron_rl.signals.base import Columns, Extension, Setup, Signal, StepView
+from megatron_rl.signals.base import Columns, Extension, Signal, SignalSetup, StepView
 from megatron_rl.types import Prompt
 
 S = TypeVar("S", bound=type[Signal])
@@ -24,12 +25,19 @@ def register_signal(signal: S) -> S:
     """Decorator of a class derived from ``Signal``: functions of the loss may read its columns.
 
     Raises:
-        RegistrationError: it has no column, or another signal has one of them.
+        RegistrationError: it has no column, or one of that name is there.
     """
     names = (*signal.columns, *signal.token_columns)
     if not names:
         raise RegistrationError(f"signal {signal.__name__}: has no columns; name what it gives")
+    # An entropy is both: the property of that name is the column, without gradient.
+    fields = (PER_RESPONSE.names | PER_TOKEN.names) - {"entropy"}
     for name in names:
+        if name in fields:
+            raise RegistrationError(
+                f"signal {signal.__name__}: functions are given a field {name} as it is; give the"
+                " column another name"
+            )
         other = _SIGNALS.get(name)
         if other is not None:
             raise RegistrationError(
@@ -72,7 +80,7 @@ class Signals:
         for signal in self.members:
             signal.check(prompts, config)
 
-    def prepare(self, data: Data, setup: Setup) -> Data:
+    def prepare(self, data: Data, setup: SignalSetup) -> Data:
         """Collective; see ``Signal``."""
         for signal in self.members:
             data = signal.prepare(data, setup)

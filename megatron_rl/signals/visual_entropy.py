@@ -21,7 +21,7 @@ from megatron_rl.models import FAMILIES, read_architecture
 from megatron_rl.protocols import ImageProcessor
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.launch import World
-from megatron_rl.signals.base import Columns, Setup, Signal, StepView
+from megatron_rl.signals.base import Columns, Signal, SignalSetup, StepView
 from megatron_rl.signals.registry import register_signal
 from megatron_rl.types import Image, Prompt
 
@@ -47,7 +47,7 @@ class VisualEntropy(Signal):
                     " (method=durian_reasoning)"
                 )
 
-    def prepare(self, data: Data, setup: Setup) -> Data:
+    def prepare(self, data: Data, setup: SignalSetup) -> Data:
         if setup.images is None:
             return data
         file = setup.run_dir / FILE

@@ -54,7 +54,7 @@ from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.scheduling.partial import PartialRules
-from megatron_rl.signals import Setup, Signals, signals_of
+from megatron_rl.signals import Signals, SignalSetup, signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
@@ -88,7 +88,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
     with display.phase("preparing what the method reads", announced=False):
-        setup = Setup(Path(config.model.path), Path(config.run_dir), vision, world)
+        setup = SignalSetup(Path(config.model.path), Path(config.run_dir), vision, world)
         data = signals.prepare(data, setup)
     loader = training_stream(data, config)
     with display.phase("building the policy", name="policy"):

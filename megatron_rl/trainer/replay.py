@@ -42,7 +42,7 @@ from megatron_rl.run.saved_settings import is_run, read_config
 from megatron_rl.run.start import CHECKPOINTS, METRICS
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
-from megatron_rl.signals import Setup
+from megatron_rl.signals import SignalSetup
 from megatron_rl.trainer.build import build_learner, build_method, build_policy
 from megatron_rl.types import Prompt
 
@@ -161,7 +161,7 @@ class ReplayedRun:
         data = shared_data(config, world, tokenizer, vision)
         _check_data(route, data_fingerprint(training_stream(data, config).state()))
         method, signals = build_method(config, data)
-        data = signals.prepare(data, Setup(Path(config.model.path), route.run, vision, world))
+        data = signals.prepare(data, SignalSetup(Path(config.model.path), route.run, vision, world))
         self._prompts = {prompt.uid: prompt for prompt in data.train_prompts}
         self.policy = build_policy(config, method, signals, vision)
         if route.checkpoint is not None:

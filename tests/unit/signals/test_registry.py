@@ -90,6 +90,8 @@ def test_two_readers_agree_on_a_knob():
 def test_a_column_has_one_signal():
     with pytest.raises(RegistrationError, match=r"the column kl is that of .*ReferenceKl; give"):
         register_signal(type("Mine", (Signal,), {"columns": ("kl",)}))
+    with pytest.raises(RegistrationError, match="functions are given a field rewards as it is"):
+        register_signal(type("Mine", (Signal,), {"columns": ("rewards",)}))
     with pytest.raises(RegistrationError, match="signal Empty: has no columns"):
         register_signal(type("Empty", (Signal,), {}))
 

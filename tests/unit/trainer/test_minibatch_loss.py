@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +47,33 @@ def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch)
     accuracy = batch.columns["group_accuracy"].reshape(4, 8)
     assert torch.equal(accuracy, by_group[:, None].expand(4, 8))
     assert batch.token_columns["entropy"].tolist() == [1, 1, 1]
+
+
+def test_tokens_that_nobody_sampled_are_in_no_loss_and_no_denominator(build, monkeypatch):
+    """The last of the three tokens of each response came from elsewhere."""
+    trainer = build(method="durian_reasoning")
+    trainer.folder.path.mkdir()
+    trainer.source.publish(0)
+    learner = trainer.learner
+    experience = trainer.source.next(1)
+    tokens = experience.responses.tokens
+    columns = {**tokens.columns, "sampled": np.tile([True, True, False], 32)}
+    responses = replace(experience.responses, tokens=replace(tokens, columns=columns))
+    experience = learner.score(replace(experience, responses=responses))
+    assert experience.loss_tokens.tolist() == [2] * 32
+    # Every token has probability 1/4 at the start.
+    assert experience.columns["mean_logprobs"].tolist() == pytest.approx([-math.log(4)] * 32)
+    seen: list[TokenBatch] = []
+    plain = Method.loss
+
+    def recorded(self, batch, **over_ranks):
+        seen.append(batch)
+        return plain(self, batch, **over_ranks)
+
+    monkeypatch.setattr(Method, "loss", recorded)
+    learner.update(1, experience)
+    assert sum(int(batch.loss_mask.sum()) for batch in seen) == 64
+    assert {batch.num_tokens for batch in seen} == {32}  # of the 16 responses of a minibatch
 
 
 def test_the_trainer_says_how_far_the_run_is(build):
