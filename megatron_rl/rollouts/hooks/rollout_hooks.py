@@ -29,7 +29,7 @@ import numpy as np
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.knobs import Named, register_piece
 from megatron_rl.plugins import named, place
-from megatron_rl.rollouts.experience import Groups, Response, Responses
+from megatron_rl.rollouts.rows.experience import Groups, Response, Responses
 from megatron_rl.runtime.launch import World
 
 METRIC = re.compile(r"[a-z0-9_]+")
