@@ -270,7 +270,7 @@ class WeightSink(Protocol):
         """
 
 
-class Answers(Protocol):
+class Generator(Protocol):
     """What generates responses. ``num_replicas`` engines work side by side; ranks of one replica
     make the same calls in the same order. ``capacity``: responses that are worth giving to a
     replica at a time.
@@ -320,7 +320,7 @@ class Answers(Protocol):
         """By request id, of every response that is open, its tokens since it was submitted."""
 
 
-class RolloutEngine(Answers, Protocol):
+class RolloutEngine(Generator, Protocol):
     """The sampler. ``score``, syncs and sleep want an engine in which no response is open."""
 
     def score(

@@ -177,35 +177,6 @@ class WeightedLoader:
         self._taken = list(state["taken"])
 
 
-class Ahead:
-    """The next prompts of a stream, by number from 0, drawn as they are asked for. ``keep`` leaves
-    the stream behind the first ones, as if no more had been drawn.
-
-    Prompts that come twice get distinct uids, as they do in ``take``.
-    """
-
-    def __init__(self, stream: PromptLoader | WeightedLoader) -> None:
-        self._stream = stream
-        self._begin = stream.state()
-        self._prompts: list[Prompt] = []
-        self._counts: Counter[str] = Counter()
-
-    def __call__(self, number: int) -> Prompt:
-        while len(self._prompts) <= number:
-            (prompt,) = self._stream.take(1)
-            self._prompts.append(_distinct(prompt, self._counts))
-        return self._prompts[number]
-
-    def keep(self, count: int) -> None:
-        """The next prompt of the stream is the one with the number ``count``."""
-        # A stream only goes forward: to go back is to begin again and to take as many.
-        if count < len(self._prompts):
-            self._stream.restore(self._begin)
-            self._stream.take(count)
-        else:
-            self._stream.take(count - len(self._prompts))
-
-
 def _with_distinct_uids(prompts: list[Prompt]) -> list[Prompt]:
     """``prompts``; one that comes again has the uid ``<uid>#2``, ``<uid>#3``, ...
 

@@ -23,8 +23,9 @@ from megatron_rl.reporting.answer_file import AnswerRow
 from megatron_rl.reporting.evaluation import evaluation_table
 from megatron_rl.reporting.figures import draw_pass_at_k
 from megatron_rl.rewards.build import build_reward
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.experience import Response, Responses
-from megatron_rl.rollouts.rollouts import Sampler, evaluation_sampling, stop_token_ids
+from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.run.run_record import describe
 from megatron_rl.run.start import METRICS, STACKS, digest_problem
 from megatron_rl.runtime.display import Display, duration
@@ -79,7 +80,7 @@ def evaluate(
             config=config,
             sampling=evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id)),
             engine=engine,
-            sampler=Sampler(engine, reward, text_of(tokenizer), world, display),
+            sampler=LaunchSampler(engine, reward, text_of(tokenizer), world, display),
             folder=folder,
             prompts_at_a_time=prompts_at_a_time,
             world=world,
@@ -146,7 +147,7 @@ class Asking:
     config: Config
     sampling: Sampling
     engine: VllmEngine
-    sampler: Sampler
+    sampler: LaunchSampler
     folder: EvaluationFolder
     prompts_at_a_time: int | None
     world: World

@@ -11,9 +11,9 @@ from megatron_rl.config.schema import Config, EvaluationConfig
 from megatron_rl.data.reading import Data
 from megatron_rl.loss import Method
 from megatron_rl.reporting.evaluation import Judged, evaluation_metrics
+from megatron_rl.rollouts.demonstrations import without_demonstrations
 from megatron_rl.rollouts.experience import Responses
-from megatron_rl.rollouts.given import without_given
-from megatron_rl.rollouts.rollouts import evaluation_sampling
+from megatron_rl.rollouts.sampling import evaluation_sampling
 from megatron_rl.types import Prompt, Sampling
 
 
@@ -21,7 +21,7 @@ class AnswersPrompts(Protocol):
     """Scored responses to prompts that are no part of training."""
 
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
-        """Collective; see ``rollouts.Sampler``."""
+        """Collective; see ``rollouts.Rollouts``."""
 
 
 class Evaluator:
@@ -64,7 +64,7 @@ def build_evaluator(
     """Held-out prompts are answered by the engine alone."""
     prompts = data.held_out_prompts[: config.evaluation.num_prompts]
     if "is_demonstration" in method.reads:
-        prompts = [without_given(prompt) for prompt in prompts]
+        prompts = [without_demonstrations(prompt) for prompt in prompts]
     sampling = evaluation_sampling(config, stop_ids)
     return Evaluator(config.evaluation, sampler, prompts, sampling)
 

@@ -19,9 +19,10 @@ from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.evaluation.evaluation import build_engine, load_weights
 from megatron_rl.evaluation.evaluation_source import Evaluation, Weights
 from megatron_rl.rewards.build import build_reward
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.experience import Groups, Response
-from megatron_rl.rollouts.rollouts import Sampler, evaluation_sampling, stop_token_ids
-from megatron_rl.rollouts.step_end import grouped
+from megatron_rl.rollouts.post_rollout import grouped
+from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.run.saved_settings import (
     engine_of_machine,
     is_run,
@@ -132,7 +133,7 @@ def answers(sample: Evaluation, texts: Sequence[str], world: World) -> str:
     engine = build_engine(config, weights, multimodal_config(prompts, vision), world, display)
     load_weights(config, weights, engine, world, display)
     reward = NoReward() if texts else build_reward(config.reward)
-    sampler = Sampler(engine, reward, text_of(tokenizer), world, display)
+    sampler = LaunchSampler(engine, reward, text_of(tokenizer), world, display)
     sampling = evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id))
     responses = sampler.run(prompts, sampling, "sample")
     everything = sampler.shown(responses, range(len(responses)))

@@ -1,9 +1,7 @@
-"""What a temperature that falls within a response means to a step: how the step samples, and the
-temperatures by which the policy scores its tokens."""
+"""What a temperature that falls within a response means to a step: the temperatures by which the
+policy scores its tokens, and the metrics."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,14 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.annealing import Annealing
-from megatron_rl.types import Sampling
-
-
-def sampling_of_step(sampling: Sampling, step: int) -> Sampling:
-    """``sampling`` of a run as step ``step`` (from 1) has it."""
-    if sampling.annealing is None:
-        return sampling
-    return replace(sampling, annealing=sampling.annealing.at(step))
 
 
 def policy_temperatures(

@@ -14,7 +14,7 @@ from megatron_rl.annealing import Annealing
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, TokenScores
-from megatron_rl.rollouts import given
+from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.ownership import Ranks
 from megatron_rl.types import Completion, Prompt, Score, SequenceLengths
 
@@ -63,8 +63,8 @@ class Responses:
 
     @property
     def given(self) -> Bool[np.ndarray, " rows"]:
-        """Which came with their prompt, see ``rollouts/given.py``."""
-        return self.weight_versions == given.VERSION
+        """Which came with their prompt, see ``rollouts/demonstrations.py``."""
+        return self.weight_versions == DEMONSTRATED
 
     def take(self, rows: RowNumbers) -> Responses:
         """Some rows, in this order, under new numbers; groups are numbered anew too. Rows of one

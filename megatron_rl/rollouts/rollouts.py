@@ -1,135 +1,89 @@
-"""Prompts in, scored responses out: what a step asks ``streaming`` for, and what it makes of the
-answers."""
+"""Prompts in, experience out: the source of a trainer's responses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_rl.config.schema import Config
-from megatron_rl.data.loader import Ahead, PromptLoader, WeightedLoader
-from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.loss import Method
-from megatron_rl.protocols import Answers, Reward
-from megatron_rl.rollouts.annealed import sampling_of_step
-from megatron_rl.rollouts.dispatch import Order, Outcome
-from megatron_rl.rollouts.exchange import on_main, token_rows
-from megatron_rl.rollouts.experience import (
-    Experience,
-    Response,
-    Responses,
-)
-from megatron_rl.rollouts.judge import Judge
+from megatron_rl.rollouts.demonstrations import DEMONSTRATED
+from megatron_rl.rollouts.dispatcher import Answer, StepSummary
+from megatron_rl.rollouts.exchange import token_rows, token_versions
+from megatron_rl.rollouts.experience import Experience, Responses
+from megatron_rl.rollouts.hooks.resampling import ScoredGroup
+from megatron_rl.rollouts.jobs import GenerationJob, TrainingJob
 from megatron_rl.rollouts.metrics import Clock
-from megatron_rl.rollouts.resampling import Resampled, Resampling
-from megatron_rl.rollouts.step_end import StepEnd
-from megatron_rl.rollouts.streaming import Streaming
-from megatron_rl.runtime.display import Display
+from megatron_rl.rollouts.post_rollout import PostRollout
+from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.launch import World
-from megatron_rl.scheduling.batches import KeptShare, Rules
-from megatron_rl.scheduling.work import Request
-from megatron_rl.types import Prompt, Sampling
+from megatron_rl.scheduling.end_of_step import StepRules
+from megatron_rl.scheduling.token_level import PartialRules
+from megatron_rl.scheduling.whole_groups import Rules
+from megatron_rl.types import Completion, Prompt, Sampling, SyncReport
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """Scored responses, what else is known of their generation, and the seconds that ``rollout``
-    and ``reward`` took."""
+class Engines(Protocol):
+    """Where responses are generated, as all ranks see it; every method is collective.
 
-    responses: Responses
-    outcome: Outcome
-    seconds: Mapping[str, float]
-
-
-class Sampler:
-    """Generates and scores; the trainer and the evaluator share it."""
-
-    def __init__(
-        self,
-        engine: Answers,
-        reward: Reward,
-        decode: Callable[[Sequence[int]], str],
-        world: World,
-        display: Display,
-    ) -> None:
-        self.world = world
-        self.streaming = Streaming(engine, Judge(reward, decode), world, display)
-        self._engine = engine
-        self._decode = decode
+    ``has_versions``: whether tokens of one response may be of several versions of the weights, or
+    of older ones, so that each carries its own.
+    """
 
     @property
-    def weight_version(self) -> int:
-        """Of the weights that the engine samples with."""
-        return self._engine.weight_version
+    def has_versions(self) -> bool: ...
 
-    def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
-        """Collective. ``sampling.num_responses`` scored responses for each prompt. ``what`` names
-        this generation where its progress is shown."""
-        return self.ask(prompts, sampling, what, Clock())
+    def step(self, step: int, clock: Clock) -> SampledStep:
+        """Until a step has its groups."""
 
-    def ask(
+    def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
     ) -> Responses:
-        """``run``, and adds the seconds that ``rollout`` and ``reward`` took."""
-        rules = Rules(len(prompts), sampling.num_responses)
-        sampled = self.sample(Order(rules, prompts.__getitem__, sampling, what))
-        clock.add(sampled.seconds)
-        return sampled.responses
+        """Scored responses to prompts that are no part of the stream. ``what`` names this
+        generation where its progress is shown."""
 
-    def sample(self, order: Order) -> Sampled:
-        """Collective. The scored responses of the groups that ``order`` wants; tokens stay on the
-        first rank of the replica that sampled them."""
-        clock = Clock()
-        outcome, replica = self.streaming.run(order, clock)
-        leaders = self.streaming.leaders
-        holders = leaders[np.asarray(outcome.replicas, dtype=np.int64)]
-        here = np.flatnonzero(holders == self.world.rank)
-        names = list(product(outcome.groups, range(order.rules.responses_per_group)))
-        completions = [replica.completions[Request(0, *names[row])] for row in here]
-        responses = Responses(
-            prompts=[order.prompts(group) for group, _ in names],
-            group_ids=np.repeat(np.arange(len(outcome.groups)), order.rules.responses_per_group),
-            lengths=np.asarray(outcome.lengths, dtype=np.int64),
-            truncated=np.asarray(outcome.truncated, dtype=bool),
-            weight_versions=np.asarray(outcome.weight_versions, dtype=np.int64),
-            scores=outcome.scores,
-            tokens=token_rows(here, completions),
-            holders=holders,
-        )
-        return Sampled(responses, outcome, clock.seconds)
+    def training(self) -> AbstractContextManager[None]:
+        """See protocols.RolloutSource, as are the next two."""
 
-    def shown(self, responses: Responses, rows: RowNumbers) -> list[Response] | None:
-        """Collective: see ``exchange.on_main``."""
-        return on_main(responses, rows, self._decode, self.world)
+    def generation(self) -> AbstractContextManager[None]: ...
+
+    def publish(self, version: int) -> SyncReport: ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the job, equal on all ranks."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The responses of a step, by the newest weights: every rank samples, then every rank trains.
+    """Implements ``protocols.RolloutSource`` for any engines and any end of a step.
 
-    ``sampling`` is that of a training step; its seed is replaced in every round of generation.
+    Attributes:
+        engines: Those of this launch, or servers.
+        job: The prompts, how they are sampled, and when a step has its groups.
+        post: From responses to experience: rollout hooks, the log.
+        record: Of what each step is trained on; None: none is kept.
     """
 
-    sampler: Sampler
-    loader: PromptLoader | WeightedLoader
-    method: Method
-    sampling: Sampling
-    prompts_per_step: int
-    seed: int
-    end: StepEnd
-    response_limit: Callable[[int], int] | None = None  # by step; None: that of ``sampling``
-    # Of dynamic sampling: says how many prompts are sampled ahead, and changes no response.
-    kept_share: KeptShare = field(default_factory=KeptShare)
-    resampling: Resampling | None = None
+    world: World
+    engines: Engines
+    job: TrainingJob
+    post: PostRollout
+    record: StepRecord | None = None
+
+    def next(self, step: int) -> Experience:
+        """See protocols.RolloutSource."""
+        with self.engines.generation():
+            return self.collect(step)
 
     def collect(self, step: int) -> Experience:
-        """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11) these
-        are the first groups, in the order of the prompts, that the method wants; so many prompts
-        are looked at that there are enough, up to a limit. What was found by then is used.
+        """``next``, of engines that may generate. Under dynamic sampling (DAPO, 2503.14476 eq 11)
+        the groups are the first that the method wants, in the order of the prompts.
 
         Some responses are logged, also when none was wanted: whatever stops the run in this step,
         they show what the policy answered.
@@ -137,63 +91,185 @@ class Rollouts:
         Raises:
             ValueError: no group was wanted, or a rollout hook failed.
         """
-        prompts = Ahead(self.loader)
-        order = self._order(step, prompts)
-        sampled = self.sampler.sample(order)
-        outcome = sampled.outcome
-        prompts.keep(outcome.end)
         clock = Clock()
-        clock.add(sampled.seconds)
-        responses = sampled.responses
-        if not outcome.num_wanted:
-            self.end.log(step, responses)
-            some = " (samples.jsonl has some of the last)"
-            raise ValueError(none_wanted(step, outcome.num_refused, some))
-        again: Resampled | None = None
-        if self.resampling is not None:
-            seed = sampling_seed(self.seed, step)
-            again = self.resampling.run(self.sampler, step, seed, responses, clock)
-            responses = again.responses
+        summary, prompts, completions, refused = self.engines.step(step, clock)
+        with clock("rollout"):
+            responses = responses_of(
+                prompts,
+                summary.answers,
+                completions,
+                self.world.rank,
+                with_versions=self.engines.has_versions,
+            )
+        groups = summary.groups
+        if not groups.groups:
+            self.post.log(step, responses)
+            raise ValueError(none_wanted(step, groups.num_refused))
+        plan = self.job.plan
+        again = plan.ask_again(self.engines, step, responses, clock, refused)
+        experience = self.post(step, again.responses if again else responses, clock)
+        looked_at = len(groups.groups) + groups.num_refused
+        metrics = dict(summary.metrics)
+        if self.engines.has_versions:
+            metrics |= age_metrics(step, summary.answers)
         experience = replace(
-            self.end(step, responses, clock),
-            discarded_groups=outcome.num_refused,
-            tries=-(-outcome.end // self.prompts_per_step),
-            unused_tokens=outcome.unused_tokens,
-            annealing=order.sampling.annealing,
+            experience,
+            discarded_groups=groups.num_refused,
+            tries=-(-looked_at // self.job.rules.groups_per_step),
+            unused_tokens=summary.discarded_tokens,
+            source_metrics=metrics,
+            annealing=plan.of_step(step).annealing,
         )
-        return experience if again is None else again.noted_in(experience)
+        if again is not None:
+            experience = again.apply_to(experience)
+        record = self.record
+        if record is not None:
+            self.world.from_main(
+                lambda: record.write(step, experience, groups.groups, groups.start)
+            )
+        return experience
 
-    def _order(self, step: int, prompts: Ahead) -> Order:
-        num_responses = self.sampling.num_responses
-        sampling = sampling_of_step(self.sampling, step)
-        sampling = replace(sampling, seed=sampling_seed(self.seed, step))
-        if self.response_limit is not None:
-            sampling = replace(sampling, max_response_tokens=self.response_limit(step))
-        return Order(
-            rules=step_rules(self.method, self.prompts_per_step, num_responses),
-            prompts=prompts,
-            sampling=sampling,
-            what=f"step {step}",
-            wants=self.method.wants_group,
-            kept_share=self.kept_share,
-            changed=None if self.resampling is None else self.resampling.sampling_of,
-        )
+    def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
+        """Collective, inside ``generation``: ``sampling.num_responses`` scored responses to each of
+        some prompts that are no part of training."""
+        return self.engines.generate(prompts, sampling, what, Clock())
+
+    def training(self) -> AbstractContextManager[None]:
+        """See protocols.RolloutSource."""
+        return self.engines.training()
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """See protocols.RolloutSource."""
+        with self.engines.generation():
+            yield
+
+    def publish(self, version: int) -> SyncReport:
+        """See protocols.RolloutSource."""
+        return self.engines.publish(version)
 
     def state(self) -> dict[str, Any]:
-        """The position in the prompts, and what sampling hooks remember."""
-        state = self.loader.state()
-        return state if self.resampling is None else state | {"hooks": self.resampling.state()}
+        """See protocols.RolloutSource: the position in the prompts, responses that are open, and
+        what sampling hooks remember."""
+        return {
+            "is_partial": self.job.is_partial,
+            **self.engines.state(),
+            **self.job.plan.state(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the state belongs to other prompts or another source."""
-        if "open_groups" in state:
+        """See protocols.RolloutSource."""
+        is_partial = self.job.is_partial
+        if state.get("is_partial") != is_partial:
+            of_it = "without" if is_partial else "with"
             raise ValueError(
-                "resume: the checkpoint is of a run with source.partial; go on with the source of"
-                " that run, or start with resume=never in a new run_dir"
+                f"resume: the checkpoint is of a run {of_it} source.partial; resume with the source"
+                " of that run, or start with resume=never in a new run_dir"
             )
-        self.loader.restore(state)
-        if self.resampling is not None:
-            self.resampling.restore(state.get("hooks", {}))
+        if isinstance(self.job.rules, PartialRules):
+            _check_open_groups(state, self.job.rules.groups_in_flight)
+        self.job.stream.restore(state["prompts"])
+        self.engines.restore(state)
+        self.job.plan.restore(state)
+
+
+def _check_open_groups(state: Mapping[str, Any], most: int) -> None:
+    num_open = len(state["scheduler"]["end"]["groups"])
+    if num_open > most:
+        raise ValueError(
+            f"resume: the checkpoint has {num_open} groups that are begun,"
+            f" source.partial.groups_in_flight is {most}; resume with as many as before"
+        )
+
+
+class SampledStep(NamedTuple):
+    """The responses of a step, as a rank has them.
+
+    Attributes:
+        prompts: Of the summary's groups.
+        completions: Of the answers whose tokens lie on this rank, in order.
+        refused: Groups that dynamic sampling refused.
+    """
+
+    summary: StepSummary
+    prompts: Sequence[Prompt]
+    completions: Sequence[Completion]
+    refused: Sequence[ScoredGroup]
+
+    @classmethod
+    def of(cls, summary: StepSummary, job: GenerationJob, rank: int) -> SampledStep:
+        """Asks for prompts and tokens, before they are forgotten."""
+        prompts = [job.prompt(group, summary.visits[group]) for group in summary.shown]
+        size = job.rules.responses_per_group
+        completions = []
+        for number, answer in enumerate(summary.answers):
+            if answer.holder == rank:
+                group, response = divmod(number, size)
+                completion = job.store.get((summary.shown[group], response))
+                if answer.spans[0].version == DEMONSTRATED:
+                    completion = job.demonstration(prompts[group], response)
+                assert completion is not None, f"rank {rank} lacks the tokens of answer {number}"
+                completions.append(completion)
+        refused = [
+            ScoredGroup(job.prompt(group, visit), scores)
+            for group, (visit, scores) in summary.refused.items()
+        ]
+        return cls(summary, prompts, completions, refused)
+
+
+def responses_of(
+    prompts: Sequence[Prompt],
+    answers: Sequence[Answer],
+    completions: Sequence[Completion],
+    rank: int,
+    *,
+    with_versions: bool,
+) -> Responses:
+    """Scored responses on ``rank``, which has the tokens of those that it holds.
+
+    Args:
+        prompts: of each group; all groups have equally many responses.
+        completions: of those whose holder is ``rank``, in order.
+        with_versions: adds a column with the version of each token.
+    """
+    holders = np.array([answer.holder for answer in answers], dtype=np.int64)
+    tokens = token_rows(np.flatnonzero(holders == rank), completions)
+    if with_versions:
+        columns = {**tokens.columns, "weight_versions": token_versions(completions)}
+        tokens = replace(tokens, columns=columns)
+    size = len(answers) // len(prompts)
+    return Responses(
+        prompts=[prompt for prompt in prompts for _ in range(size)],
+        group_ids=np.repeat(np.arange(len(prompts)), size),
+        lengths=np.array([answer.length for answer in answers], dtype=np.int64),
+        truncated=np.array([answer.truncated for answer in answers], dtype=bool),
+        weight_versions=np.array([answer.spans[0].version for answer in answers], dtype=np.int64),
+        scores=[score for answer in answers if (score := answer.score) is not None],
+        tokens=tokens,
+        holders=holders,
+    )
+
+
+def age_metrics(step: int, answers: Sequence[Answer]) -> dict[str, float]:
+    """How many updates older than the policy the weights were that sampled the tokens of a step."""
+    sums = np.zeros(3)
+    oldest = 0
+    num_mixed = 0
+    for answer in answers:
+        start = 0
+        for version, end in answer.spans:
+            age = max(0, step - 1 - version) if version >= 0 else 0
+            sums += (end - start) * np.array([1, age, age > 0])
+            oldest = max(oldest, age)
+            start = end
+        num_mixed += len(answer.spans) > 1
+    num_tokens, ages, num_old = sums.tolist()
+    return {
+        "source/staleness_mean": ages / num_tokens,
+        "source/staleness_max": oldest,
+        "source/mixed_share": num_mixed / len(answers),
+        "source/old_tokens_share": num_old / num_tokens,
+    }
 
 
 def step_rules(method: Method, prompts_per_step: int, responses_per_prompt: int) -> Rules:
@@ -203,52 +279,29 @@ def step_rules(method: Method, prompts_per_step: int, responses_per_prompt: int)
     return Rules(prompts_per_step, responses_per_prompt, limit)
 
 
-def none_wanted(step: int, num_refused: int, where: str = "") -> str:
-    """What is said when dynamic sampling leaves a step nothing; ``where``: one can look."""
+def none_wanted(step: int, num_refused: int) -> str:
+    """The message where dynamic sampling leaves a step nothing."""
     return (
         f"dynamic sampling: all {num_refused} groups of step {step} were entirely right or entirely"
-        f" wrong{where}; use easier or harder prompts, raise"
+        " wrong (samples.jsonl has some of the last); use easier or harder prompts, raise"
         " method.filters.dynamic_sampling.max_tries or switch it off (null)"
     )
 
 
-def sampling_seed(seed: int, step: int) -> int:
-    """A distinct seed for each step (32 bits); evaluation uses step 0 only."""
-    return (seed * 1_000_003 + step * 1_009) % 2**32
-
-
-def rollout_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    """How a training step samples."""
-    rollout = config.rollout
-    return Sampling(
-        num_responses=config.batch.responses_per_prompt,
-        max_response_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop_token_ids=stop_ids,
-        stop=rollout.stop,
-        annealing=rollout.anneal.schedule,
+def source_rules(method: Method, sizes: Any, source: Any) -> StepRules:
+    """Which groups a step trains, and how old they may be, by the sections ``batch`` and ``source``
+    of the configuration."""
+    rules = step_rules(method, sizes.prompts_per_step, sizes.responses_per_prompt)
+    lockstep = source.schedule == "lockstep"
+    partial = source.partial
+    if partial.groups_in_flight is None:
+        return replace(rules, staleness=source.staleness, lockstep=lockstep)
+    return PartialRules(
+        rules.groups_per_step,
+        rules.responses_per_group,
+        partial.groups_in_flight,
+        partial.max_age,
+        max_rounds=method.needs.max_sampling_tries if rules.is_filtered else None,
+        staleness=source.staleness,
+        lockstep=lockstep,
     )
-
-
-def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    """The same seed at every evaluation: two evaluations of the same weights give the same
-    answers."""
-    evaluation = config.evaluation
-    return Sampling(
-        num_responses=evaluation.responses_per_prompt,
-        max_response_tokens=config.rollout.max_response_tokens,
-        temperature=evaluation.temperature,
-        top_p=evaluation.top_p,
-        seed=sampling_seed(config.seed, 0),
-        stop_token_ids=stop_ids,
-        stop=config.rollout.stop,
-    )
-
-
-def stop_token_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Token ids that end a response, from ``eos_token_id`` of a tokenizer."""
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)

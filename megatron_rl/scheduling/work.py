@@ -196,6 +196,10 @@ class WorkQueue:
             assigned.append(Assignment(name, request))
         return assigned
 
+    def runs(self, name: str, request: Request) -> bool:
+        """Whether a worker has this request."""
+        return self._place.get(request) == name
+
     def finish(self, name: str, request: Request) -> bool:
         """An answer; whether it counts. It does from the worker that has the request: not when that
         was cancelled meanwhile, or given to another because this one was thought to be gone."""

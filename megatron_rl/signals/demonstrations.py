@@ -11,7 +11,7 @@ from megatron_rl.signals.registry import register_signal
 @register_signal
 class IsDemonstration(Signal):
     """``is_demonstration``: the response came with its prompt; what is sampled beside them, and
-    how, is the rollout's (``rollouts/given.py``)."""
+    how, is the rollout's (``rollouts/demonstrations.py``)."""
 
     about = "responses that prompts carry, in `extra.given_responses`"
     columns = ("is_demonstration",)

@@ -19,30 +19,26 @@ from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
 from megatron_rl.engine.weights.recorder import UndiscoveredError
 from megatron_rl.engine.weights.stream import expected_tensors
-from megatron_rl.evaluation.evaluator import AnswersPrompts, build_evaluator
+from megatron_rl.evaluation.evaluator import build_evaluator
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
-from megatron_rl.protocols import RolloutSource, WeightSync
+from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rollouts.build_servers import SourceParts, build_logprob_check, build_servers
-from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
-from megatron_rl.rollouts.exchange import on_main
-from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.given import Encode, GivenFirst, check_given, encoder
-from megatron_rl.rollouts.hooks import RolloutHooks
-from megatron_rl.rollouts.logprob_check import CheckedSync
-from megatron_rl.rollouts.partial_groups import PartialGroups
-from megatron_rl.rollouts.partial_rollouts import PartialRollouts
-from megatron_rl.rollouts.resampling import resampling_of
-from megatron_rl.rollouts.rollouts import (
-    Rollouts,
-    Sampler,
-    rollout_sampling,
-    stop_token_ids,
+from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.build import (
+    SourceParts,
+    build_colocated,
+    build_logprob_check,
+    build_served,
 )
-from megatron_rl.rollouts.sources import Collects, Colocated
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
+from megatron_rl.rollouts.exchange import on_main
+from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
+from megatron_rl.rollouts.logprob_check import CheckedSync
+from megatron_rl.rollouts.post_rollout import PostRollout
+from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.sampling import rollout_sampling, stop_token_ids
 from megatron_rl.run.preflight import check_before_build
 from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.run.run_record import data_fingerprint
@@ -53,7 +49,6 @@ from megatron_rl.runtime.guard import rank_log
 from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
-from megatron_rl.scheduling.partial import PartialRules
 from megatron_rl.signals import Signals, SignalSetup, signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
@@ -80,7 +75,9 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         reward.check([*data.train_prompts, *data.held_out_prompts])
     method, signals = build_method(config, data)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
-    encode = demonstration_encoder(config, method, data, tokenizer, world)
+    demonstrations = None
+    if "is_demonstration" in method.reads:
+        demonstrations = build_demonstrations(config, data, tokenizer, world)
     loader = training_stream(data, config)
     folder = RunFolder(config, world, display, signals)
     start = folder.prepare(data_fingerprint(loader.state()))
@@ -95,7 +92,6 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         fresh = start.checkpoint is None
         policy = build_policy(config, method, signals, vision, read_weights=fresh)
     decode = text_of(tokenizer)
-    sampling = rollout_sampling(config, stop_ids)
     parts = SourceParts(
         policy=policy,
         weights=policy,
@@ -105,23 +101,20 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         loader=loader,
         reward=reward,
         decode=decode,
-        sampling=sampling,
-        resampling=resampling_of(config.rollout_hooks, sampling, data.train_prompts),
-        end=build_step_end(config, world, folder, decode),
-        encode=encode,
+        sampling=rollout_sampling(config, stop_ids),
+        post=build_post_rollout(config, world, folder, decode),
+        demonstrations=demonstrations,
         save=lambda step: folder.save_unless_there(step, policy, source),
     )
-    source: RolloutSource[Experience]
-    sampler: AnswersPrompts
     if config.source.is_servers:
-        source = sampler = build_servers(config, world, display, parts)
+        source = build_served(config, world, display, parts)
     else:
-        source, sampler = build_colocated(config, world, display, parts)
+        source = build_with_engines(config, world, display, parts)
     return Trainer(
         config=config.trainer,
         source=source,
         learner=build_learner(config, world, policy, method, signals),
-        evaluator=build_evaluator(config, sampler, data, method, stop_ids),
+        evaluator=build_evaluator(config, source, data, method, stop_ids),
         folder=folder,
         world=world,
         display=display,
@@ -129,50 +122,21 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     )
 
 
-def build_colocated(
+def build_with_engines(
     config: Config, world: World, display: Display, parts: SourceParts
-) -> tuple[Colocated, Sampler]:
-    """Collective. Engines in the processes of the policy, and what answers held-out prompts."""
+) -> Rollouts:
+    """Collective. Engines in the processes of the policy."""
     data = parts.data
     policy = parts.policy
     multimodal = multimodal_config([*data.train_prompts, *data.held_out_prompts], parts.vision)
     with display.phase("building the rollout engine", name="engine"):
         engine, weight_sync = build_engine(config, world, policy, multimodal)
-    answers = engine if parts.encode is None else GivenFirst(engine, parts.encode)
-    sampler = Sampler(answers, parts.reward, parts.decode, world, display)
-    rollouts = build_rollouts(config, parts, sampler)
     memory = build_colocation(config, policy, engine)
     weight_sync = ColocatedSync(weight_sync, memory)
     check = build_logprob_check(config, world, parts, engine)
     if check is not None:
         weight_sync = CheckedSync(weight_sync, check)
-    return Colocated(rollouts, policy, engine, weight_sync, memory), sampler
-
-
-def build_rollouts(config: Config, parts: SourceParts, sampler: Sampler) -> Collects:
-    """What asks the engine for the responses of a step."""
-    batch = config.batch
-    kept = config.source.partial
-    if kept.groups_in_flight is not None:
-        rules = PartialRules(
-            batch.prompts_per_step,
-            batch.responses_per_prompt,
-            kept.groups_in_flight,
-            kept.max_age,
-        )
-        groups = PartialGroups(parts.loader, rules)
-        return PartialRollouts(sampler, groups, parts.sampling, config.seed, parts.end)
-    return Rollouts(
-        sampler=sampler,
-        loader=parts.loader,
-        method=parts.method,
-        sampling=parts.sampling,
-        prompts_per_step=batch.prompts_per_step,
-        seed=config.seed,
-        end=parts.end,
-        response_limit=config.rollout.response_limit,
-        resampling=parts.resampling,
-    )
+    return build_colocated(config, world, display, parts, (engine, weight_sync, memory))
 
 
 def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
@@ -193,32 +157,22 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
     return method, signals
 
 
-def demonstration_encoder(
-    config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
-) -> Encode | None:
-    """Collective. Makes tokens of the responses that prompts carry; None: the method reads none.
-
-    Raises:
-        ValueError: the source of the run asks engines alone, or see ``check_given``.
-    """
-    if "is_demonstration" not in method.reads:
-        return None
-    asked = [name for name, hook in config.rollout_hooks.items() if hook.resamples]
-    if config.source.is_servers or config.source.is_partial or asked:
-        raise ValueError(
-            f"method {method.name} trains on responses that prompts carry, which are given once, by"
-            " engines of this launch; set source=colocated source.partial.groups_in_flight=null"
-            " and leave out rollout_hooks that sample again (vcrl, dars, erpo)"
-        )
+def build_demonstrations(
+    config: Config, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
+) -> Demonstrations:
+    """Collective. The responses that prompts bring along. Raises ValueError where they are none,
+    see ``check_demonstrations``."""
     plain = partial(tokenizer.encode, add_special_tokens=False)
     encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
     limits = (config.batch.responses_per_prompt, config.rollout.max_response_tokens)
-    world.from_main(lambda: check_given(data.train_prompts, encode, *limits))
-    return encode
+    world.from_main(lambda: check_demonstrations(data.train_prompts, encode, *limits))
+    return Demonstrations(encode)
 
 
-def build_step_end(config: Config, world: World, folder: RunFolder, decode: Decode) -> StepEnd:
-    return StepEnd(
+def build_post_rollout(
+    config: Config, world: World, folder: RunFolder, decode: Decode
+) -> PostRollout:
+    return PostRollout(
         shown=partial(on_main, decode=decode, world=world),
         after_scoring=build_hooks(config, world),
         log_samples=folder.log_samples,

@@ -17,11 +17,11 @@ from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.metrics import rollout_metrics
-from megatron_rl.rollouts.rollouts import Rollouts, Sampler
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import signals_of
@@ -31,6 +31,7 @@ from megatron_rl.trainer.placement import Placement
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.distributed.fake_world import Answers, Kind, Record
 from tests.engines import Answering
+from tests.rollout_sources import rollouts_of, training_job
 from tests.zoo import tiny_policy
 
 PROMPTS = [Prompt(f"p{n}", tuple(range(5, 8 + n)), str(n), "toy") for n in range(8)]
@@ -95,11 +96,11 @@ def parts(
     policy = tiny_policy(path, layout, **limits)
     num_replicas = policy.data_parallel_size
     engine = SeededEngine(dist.get_rank() * num_replicas // world.size, num_replicas, scale)
-    sampler = Sampler(engine, LengthIsReward(), text_of, world, Display(shown=False))
+    sampler = LaunchSampler(engine, LengthIsReward(), text_of, world, Display(shown=False))
     method = load_method("grpo", OVERRIDES)
     loader = PromptLoader(PROMPTS, seed=1, shuffle=False)
-    end = StepEnd(sampler.shown)
-    rollouts = Rollouts(sampler, loader, method, SAMPLING, prompts_per_step=8, seed=1, end=end)
+    job = training_job(loader, SAMPLING, seed=1, prompts_per_step=8, method=method)
+    rollouts = rollouts_of(sampler, job)
     health = Health(
         NonFiniteConfig(stop_after=1, bundle_step=None),
         MismatchLimits(warn_above=None, abort_above=None),
@@ -129,7 +130,7 @@ def check_tokens(experience: Experience, engine: SeededEngine) -> None:
 def on_rank_0(rollouts: Rollouts, learner: Learner, experience: Experience) -> dict[str, Any]:
     """What comes to rank 0 for a hook, a log or a bundle; nothing on the others."""
     responses = experience.responses
-    shown = rollouts.sampler.shown(responses, [31, 0, 9])
+    shown = rollouts.post.shown(responses, [31, 0, 9])
     tokens = gathered_on_main(experience.scored_tokens, responses, learner.placement.world)
     if dist.get_rank() > 0:
         assert shown is None and len(tokens.rows) == 0

@@ -14,18 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts.partial_groups import PartialGroups
-from megatron_rl.rollouts.partial_rollouts import PartialRollouts
-from megatron_rl.rollouts.rollouts import Rollouts, Sampler, sampling_seed
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
+from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.sampling import sampling_seed
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.types import Prompt, Sampling, Score
 from tests.engines import Growing, Stepwise
 from tests.ranks import call
+from tests.rollout_sources import rollouts_of, training_job
 
 # Fewer prompts than are open at a time: some are open twice.
 PROMPTS = [Prompt(f"p{number}", (5, number), str(number % 3), "toy") for number in range(7)]
@@ -117,7 +116,7 @@ def rows_of(group: PlainGroup) -> list[dict[str, Any]]:
     ]
 
 
-def parts(num_replicas: int, mood: int) -> tuple[Sampler, Stepwise, PromptLoader]:
+def parts(num_replicas: int, mood: int) -> tuple[LaunchSampler, Stepwise, PromptLoader]:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank, size, rank, "test", dist.group.WORLD)
     engine = Stepwise()
@@ -126,13 +125,12 @@ def parts(num_replicas: int, mood: int) -> tuple[Sampler, Stepwise, PromptLoader
     engine.capacity = 5 + mood
     words = " ".join
     display = Display(shown=False)
-    sampler = Sampler(engine, FirstToken(), lambda ids: words(map(str, ids)), world, display)
+    sampler = LaunchSampler(engine, FirstToken(), lambda ids: words(map(str, ids)), world, display)
     return sampler, engine, PromptLoader(PROMPTS, seed=1, shuffle=True)
 
 
-def source(sampler: Sampler, loader: PromptLoader, rules: PartialRules) -> PartialRollouts:
-    end = StepEnd(sampler.shown)
-    return PartialRollouts(sampler, PartialGroups(loader, rules), SAMPLING, SEED, end)
+def source(sampler: LaunchSampler, loader: PromptLoader, rules: PartialRules) -> Rollouts:
+    return rollouts_of(sampler, training_job(loader, SAMPLING, seed=SEED, rules=rules))
 
 
 def collected(rollouts: Any, engine: Stepwise, step: int) -> dict[int, dict[str, Any]]:
@@ -211,15 +209,7 @@ def test_a_run_goes_on_alike_behind_any_step() -> None:
 
 def without_partial() -> list[Any]:
     sampler, engine, loader = parts(1, 1)
-    rollouts = Rollouts(
-        sampler=sampler,
-        loader=loader,
-        method=load_method("grpo"),
-        sampling=SAMPLING,
-        prompts_per_step=4,
-        seed=SEED,
-        end=StepEnd(sampler.shown),
-    )
+    rollouts = rollouts_of(sampler, training_job(loader, SAMPLING, seed=SEED, prompts_per_step=4))
     found = []
     for step in range(1, STEPS + 1):
         engine.weight_version = step - 1

@@ -15,15 +15,16 @@ import torch.distributed as dist
 
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.rollouts import Rollouts, Sampler
-from megatron_rl.rollouts.step_end import StepEnd
-from megatron_rl.runtime import mail
+from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.runtime import store_queue
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.ranks import call
+from tests.rollout_sources import rollouts_of, training_job
 
 PROMPTS = [Prompt(f"p{number}", (5, number), str(number % 3), "toy") for number in range(40)]
 PER_PROMPT = 4
@@ -70,27 +71,26 @@ class SlowVerdict:
         return [Score(number / 100, number % 3 == 0, {"first": number}) for number in first]
 
 
-def rollouts(num_replicas: int, mood: int, method: str) -> Rollouts:
+def rollouts(num_replicas: int, mood: int, method: str, sampling: Sampling = SAMPLING) -> Rollouts:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank, size, rank, "test", dist.group.WORLD)
     engine = Moody(rank * num_replicas // size, num_replicas, mood)
     words = " ".join
-    sampler = Sampler(
+    sampler = LaunchSampler(
         engine,
         SlowVerdict(),
         lambda ids: words(map(str, ids)),
         world,
         Display(shown=False),
     )
-    return Rollouts(
-        sampler=sampler,
-        loader=PromptLoader(PROMPTS, seed=1, shuffle=True),
-        method=load_method(method),
-        sampling=SAMPLING,
-        prompts_per_step=6,
+    job = training_job(
+        PromptLoader(PROMPTS, seed=1, shuffle=True),
+        sampling,
         seed=4,
-        end=StepEnd(sampler.shown),
+        prompts_per_step=6,
+        method=load_method(method),
     )
+    return rollouts_of(sampler, job)
 
 
 def facts(experience: Experience) -> dict[str, Any]:
@@ -145,22 +145,21 @@ def test_the_same_experience_for_any_number_of_replicas_and_any_timing(method: s
 
 
 def mailed() -> tuple[int, int]:
-    """Bytes of all letters of this rank in a step, and the tokens it has sampled."""
+    """Bytes of all messages of this rank in a step, and the tokens it has sampled."""
     sizes = []
-    mail.pickle = _Counting(sizes)
+    store_queue.pickle = _Counting(sizes)
     try:
-        source = rollouts(2, 1, PLAIN)
-        source = replace(source, sampling=replace(SAMPLING, max_response_tokens=5000))
+        source = rollouts(2, 1, PLAIN, replace(SAMPLING, max_response_tokens=5000))
         experience = source.collect(1)
     finally:
-        mail.pickle = _Counting.plain
+        store_queue.pickle = _Counting.plain
     return sum(sizes), int(experience.responses.tokens.lengths.sum())
 
 
 class _Counting:
     """``pickle`` that notes what it writes."""
 
-    plain = mail.pickle
+    plain = store_queue.pickle
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -184,7 +183,7 @@ def failing(num_replicas: int) -> str:
     def broken(*_: Any) -> list[Score]:
         raise ValueError("no verdict today")
 
-    source.sampler.streaming._judge._reward.score = broken
+    source.engines.backend._rewards._reward.score = broken
     try:
         source.collect(1)
     except ValueError as error:
@@ -199,8 +198,8 @@ def test_what_the_reward_raises_ends_the_step_on_its_rank() -> None:
 def judged_in() -> set[str]:
     source = rollouts(1, 1, PLAIN)
     source.collect(1)
-    return source.sampler.streaming._judge._reward.threads
+    return source.engines.backend._rewards._reward.threads
 
 
 def test_verdicts_come_from_another_thread_than_tokens() -> None:
-    assert call(1, judged_in) == [{"judge_0"}]
+    assert call(1, judged_in) == [{"reward_0"}]

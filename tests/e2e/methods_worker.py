@@ -17,8 +17,11 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.rollouts.given import Encode, GivenFirst, encoder
-from megatron_rl.rollouts.rollouts import stop_token_ids
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchEngines
+from megatron_rl.rollouts.demonstrations import Demonstrations, encoder
+from megatron_rl.rollouts.prompts import PromptStream
+from megatron_rl.rollouts.rollouts import Rollouts, step_rules
+from megatron_rl.rollouts.sampling import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
@@ -36,22 +39,30 @@ def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     """The same policy and engine, learning by another method."""
     method = load_method(name, response_limit=config.rollout.max_response_tokens)
     source = trainer.source
-    # As the trainer of a method that trains on responses which prompts carry is built.
-    answers = source.engine
-    if "is_demonstration" in method.reads:
-        answers = GivenFirst(answers, encode_of(config))
-    source.rollouts.sampler.streaming._engine = answers
-    source.rollouts = replace(source.rollouts, method=method)
-    return replace(
-        trainer,
-        learner=replace(trainer.learner, method=method, signals=signals_of(method, config.seed)),
+    assert isinstance(source, Rollouts)
+    # As the trainer of a method that trains on demonstrations is built.
+    batch = config.batch
+    has_demonstrations = "is_demonstration" in method.reads
+    job = replace(
+        source.job,
+        rules=step_rules(method, batch.prompts_per_step, batch.responses_per_prompt),
+        wants_group=method.wants_group,
+        stream=PromptStream(source.job.stream._loader),
+        demonstrations=demonstrations_of(config) if has_demonstrations else None,
     )
+    engines = source.engines
+    assert isinstance(engines, ColocatedEngines)
+    engines.launch = LaunchEngines(engines.launch.backend, trainer.world, job)
+    source = replace(source, job=job)
+    signals = signals_of(method, config.seed)
+    learner = replace(trainer.learner, method=method, signals=signals)
+    return replace(trainer, source=source, learner=learner)
 
 
-def encode_of(config: Config) -> Encode:
+def demonstrations_of(config: Config) -> Demonstrations:
     tokenizer = load_tokenizer(config.model.path)
     plain = partial(tokenizer.encode, add_special_tokens=False)
-    return encoder(plain, stop_token_ids(tokenizer.eos_token_id))
+    return Demonstrations(encoder(plain, stop_token_ids(tokenizer.eos_token_id)))
 
 
 def two_steps(trainer: Trainer, name: str, first_step: int) -> dict:

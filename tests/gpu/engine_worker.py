@@ -19,8 +19,8 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
-from megatron_rl.rollouts.sources import Colocated
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines
+from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.types import Prompt, Sampling
@@ -56,7 +56,7 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
     memory = Colocation(policy, engine, EVERYTHING, ledger)
     sync = ColocatedSync(GatherSync(policy, engine, verify=True), memory)
     no_rollouts = None  # the engine is asked directly
-    source = Colocated(no_rollouts, policy, engine, sync, memory)
+    source = ColocatedEngines(no_rollouts, policy, engine, sync, memory)
     before = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
     source.publish(1)
     with source.generation():

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.rollouts.rollouts import Sampler
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Prompt, Score
@@ -41,14 +41,16 @@ class OddLength:
         return [Score(float(length % 5), length % 2 == 1, {}) for length in lengths]
 
 
-def sampler_of(model: str, tensor: int, delays: bool, world: World) -> tuple[Interrupted, Sampler]:
+def sampler_of(
+    model: str, tensor: int, delays: bool, world: World
+) -> tuple[Interrupted, LaunchSampler]:
     """Engines of ``tensor`` ranks, and what samples with them."""
     config = small.engine_config(tensor=tensor, max_num_seqs=16)
     engine = Interrupted(model, config, seed=0, launch_id=world.launch_id)
     if delays:
         engine.draw = random.Random(engine.replica)
     display = Display(shown=False)
-    sampler = Sampler(
+    sampler = LaunchSampler(
         engine, OddLength(delays), lambda ids: " ".join(map(str, ids)), world, display
     )
     return engine, sampler

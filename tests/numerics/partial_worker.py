@@ -19,14 +19,13 @@ from safetensors.torch import load_file
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.exchange import gathered_on_main
-from megatron_rl.rollouts.partial_groups import PartialGroups
-from megatron_rl.rollouts.partial_rollouts import PartialRollouts
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.runtime import launch
-from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.types import Completion
 from tests.numerics import rollout_models as small
 from tests.numerics.held_up import sampler_of
+from tests.rollout_sources import rollouts_of, training_job
 
 FOLDER, TENSOR, DELAYS = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
 STEPS = 5
@@ -34,7 +33,7 @@ WORLD = launch.start()
 HOME = FOLDER / WORLD.launch_id
 
 
-def step(rollouts: PartialRollouts, number: int) -> dict[str, Any] | None:
+def step(rollouts: Rollouts, number: int) -> dict[str, Any] | None:
     experience = rollouts.collect(number)
     responses = experience.responses
     tokens = gathered_on_main(responses.tokens, responses, WORLD)
@@ -67,16 +66,13 @@ def main() -> None:
             small.write("qwen3", version, HOME)
     WORLD.barrier()
     engine, sampler = sampler_of(str(HOME / "qwen3_0"), TENSOR, DELAYS, WORLD)
-    rollouts = PartialRollouts(
-        sampler=sampler,
-        groups=PartialGroups(
-            PromptLoader(small.make_prompts(24), seed=1, shuffle=True),
-            PartialRules(6, responses_per_group=2, groups_in_flight=12, max_age=2),
-        ),
-        sampling=small.sampling(num_responses=2, max_response_tokens=64, stop_token_ids=(3, 4)),
+    job = training_job(
+        PromptLoader(small.make_prompts(24), seed=1, shuffle=True),
+        small.sampling(num_responses=2, max_response_tokens=64, stop_token_ids=(3, 4)),
         seed=5,
-        end=StepEnd(sampler.shown),
+        rules=PartialRules(6, responses_per_group=2, groups_in_flight=12, max_age=2),
     )
+    rollouts = rollouts_of(sampler, job)
     found = []
     for number in range(1, STEPS + 1):
         if number > 1:

@@ -18,10 +18,10 @@ from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.rollouts import Rollouts
-from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime import launch
 from tests.numerics import rollout_models as small
 from tests.numerics.held_up import sampler_of
+from tests.rollout_sources import rollouts_of, training_job
 
 FOLDER, TENSOR, DELAYS = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
 WORLD = launch.start()
@@ -51,15 +51,14 @@ def main() -> None:
     _, sampler = sampler_of(str(model), TENSOR, DELAYS, WORLD)
     found = {}
     for method in ("grpo", "dapo"):
-        rollouts = Rollouts(
-            sampler=sampler,
-            loader=PromptLoader(small.make_prompts(24), seed=1, shuffle=True),
-            method=load_method(method),
-            sampling=small.sampling(num_responses=2, stop_token_ids=tuple(range(3, 12))),
-            prompts_per_step=8,
+        job = training_job(
+            PromptLoader(small.make_prompts(24), seed=1, shuffle=True),
+            small.sampling(num_responses=2, stop_token_ids=tuple(range(3, 12))),
             seed=5,
-            end=StepEnd(sampler.shown),
+            prompts_per_step=8,
+            method=load_method(method),
         )
+        rollouts = rollouts_of(sampler, job)
         found[method] = [step(rollouts, number) for number in range(1, 4)]
     if WORLD.is_main:
         small.say(f"FOUND {json.dumps(found)}")

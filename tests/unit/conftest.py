@@ -34,8 +34,8 @@ def fresh_registries() -> Iterator[None]:
     from megatron_rl import plugins
     from megatron_rl.config import hooks, load
     from megatron_rl.loss import choices
-    from megatron_rl.rollouts import hooks as trainer_hooks
-    from megatron_rl.rollouts import resampling
+    from megatron_rl.rollouts.hooks import resampling
+    from megatron_rl.rollouts.hooks import rollout_hooks as trainer_hooks
     from megatron_rl.signals import registry as signals
 
     tables = [choices.ESTIMATORS, choices.SHAPERS, choices.TOKEN_SHAPERS, choices.POLICY_LOSSES]

@@ -30,8 +30,8 @@ from gpu_model import (
     write_model,
 )
 
-from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
-from megatron_rl.rollouts.sources import Colocated
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines
+from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.memory import Ledger, memory_in_use
@@ -69,7 +69,9 @@ def main() -> None:
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
     memory = Colocation(policy, engine, config.memory.offload, ledger)
     no_rollouts = None  # the engine is asked directly
-    source = Colocated(no_rollouts, policy, engine, ColocatedSync(weight_sync, memory), memory)
+    source = ColocatedEngines(
+        no_rollouts, policy, engine, ColocatedSync(weight_sync, memory), memory
+    )
     prompts = [
         Prompt(f"p{i}", tuple(range(3, 19)), "", "random") for i in range(8 * engine.num_replicas)
     ]

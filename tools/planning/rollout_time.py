@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.config.schema import PartialConfig, SourceConfig
-from megatron_rl.scheduling.batches import Rules
-from megatron_rl.scheduling.partial import PartialRules
 from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.token_level import PartialRules
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.scheduling.work import Request
 from tools.planning.simulated_fleet import DecodeStep, Fleet
 from tools.planning.simulated_rollouts import (

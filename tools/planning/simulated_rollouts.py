@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.scheduling.partial import PartialRules, PartialScheduler
 from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.token_level import PartialRules, PartialScheduler
 from megatron_rl.scheduling.work import Request
 from tools.planning.simulated_fleet import Fleet
 

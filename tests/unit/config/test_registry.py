@@ -26,7 +26,7 @@ from megatron_rl.loss import (
 from megatron_rl.loss.config import reward_scheme_errors
 from megatron_rl.models import Family, register_family
 from megatron_rl.plugins import load_plugins
-from megatron_rl.rollouts.hooks import register_rollout_hook
+from megatron_rl.rollouts.hooks.rollout_hooks import register_rollout_hook
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 
 pytestmark = pytest.mark.usefixtures("fresh_registries")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.loader import Ahead, PromptLoader, WeightedLoader
+from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.types import Prompt
 
 
@@ -154,29 +154,3 @@ def test_states_of_other_weights_or_of_one_stream_are_refused():
         PromptLoader(prompts(5), seed=1, shuffle=True).restore(mixture().state())
     with pytest.raises(ValueError, match=r"no prompt of entry 2 is left"):
         WeightedLoader([prompts(1), []], (1.0, 1.0), seed=1, shuffle=True)
-
-
-@pytest.mark.parametrize("asked", [0, 3, 11])
-@pytest.mark.parametrize("kept", [1, 4, 9])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_prompts_that_are_drawn_ahead_and_not_kept_come_again(asked, kept, weighted):
-    def stream():
-        if weighted:
-            return WeightedLoader([named("a", 3), named("b", 2)], [2.0, 1.0], seed=1, shuffle=True)
-        return PromptLoader(prompts(4), seed=1, shuffle=True)
-
-    first, second = stream(), stream()
-    first.take(2)
-    second.take(2)
-    ahead = Ahead(first)
-    if asked:
-        ahead(asked - 1)
-    uids_ahead = [ahead(number).uid for number in range(asked)]
-    ahead.keep(kept)
-    taken = second.take(max(asked, kept))
-    assert uids_ahead == [prompt.uid for prompt in taken[:asked]], "the names of one portion"
-    third = stream()
-    third.take(2)
-    third.take(kept)
-    assert first.state() == third.state()
-    assert uids(first.take(9)) == uids(third.take(9))

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.scheduling.batches import KeptShare, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.whole_groups import KeptShare, Rules
 from megatron_rl.scheduling.work import Request
 
 PLAIN = Rules(groups_per_step=2, responses_per_group=2)
@@ -44,8 +44,8 @@ def test_refusals_are_made_up_for_and_what_is_not_needed_is_aborted() -> None:
         scheduler.judged(0, group, wanted=True)
     assert scheduler.is_ready and scheduler.to_abort() == []
     batch = scheduler.take()
-    assert (batch.groups, batch.num_refused, batch.start + batch.admitted) == ([1, 3], 2, 4)
-    assert scheduler.kept_share.value == 0.6  # 2 of 4, and one of one to begin with
+    assert (batch.groups, batch.num_refused, batch.end) == ([1, 3], 2, 4)
+    assert scheduler.end.kept_share.value == 0.6  # 2 of 4, and one of one to begin with
     scheduler.published(1)
     scheduler.switch("w", 1)
     # (2 + sqrt(2 * 0.4)) / 0.6 = 4.8: the next step begins behind the last group, and ahead.
@@ -65,8 +65,10 @@ def test_refusals_are_made_up_for_and_what_is_not_needed_is_aborted() -> None:
 
 def test_a_verdict_on_responses_that_were_dropped_counts_for_nothing() -> None:
     rules = replace(FILTERED, staleness=1)
-    scheduler = Scheduler(rules, kept_share=KeptShare(wanted=10, seen=21))
+    scheduler = Scheduler(rules, version=-1)
     scheduler.join("w", 100, 0)
+    scheduler.end.kept_share = KeptShare(wanted=10, seen=21)
+    scheduler.published(0)
     assert requests(scheduler) == [(0, group) for group in range(6)]
     for group in (3, 0, 1):
         answer(scheduler, group)
@@ -89,9 +91,9 @@ def test_a_verdict_on_responses_that_were_dropped_counts_for_nothing() -> None:
     assert requests(scheduler)[0] == (1, 5)
     answer(scheduler, 5, version=1)
     scheduler.judged(0, 5, wanted=True)
-    assert scheduler._batches[0].verdicts == {}, "a verdict on responses of other weights"
+    assert scheduler.end._batches[0].verdicts == {}, "a verdict on responses of other weights"
     scheduler.judged(1, 5, wanted=False)
-    assert scheduler._batches[0].verdicts == {5: False}
+    assert scheduler.end._batches[0].verdicts == {5: False}
 
 
 def test_groups_are_admitted_in_time_for_their_weights_and_not_earlier() -> None:
@@ -146,7 +148,7 @@ def test_weights_that_are_too_old_are_not_trained() -> None:
     for group in (0, 1):
         answer(scheduler, group)
         scheduler.judged(0, group, wanted=True)
-    scheduler._sampled_by[1] = -1
+    scheduler.end._sampled_by[1] = -1
     with pytest.raises(AssertionError, match="step 0 would train what weights -1 have sampled"):
         scheduler.take()
 

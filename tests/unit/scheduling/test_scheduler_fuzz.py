@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from megatron_rl.scheduling.batches import Rules
 from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.scheduling.work import Request
 
 EVENTS = 100_000
@@ -95,13 +95,13 @@ class World:
         running = [request for worker in workers for request in worker.running]
         answered = [
             Request(batch.version, group, response)
-            for batch in scheduler._batches
+            for batch in scheduler.end._batches
             for group in range(batch.start, batch.start + batch.admitted)
-            for response in scheduler._answered.get(group, ())
+            for response in scheduler.end._answered.get(group, ())
         ]
         expected = [
             Request(batch.version, group, response)
-            for batch in scheduler._batches
+            for batch in scheduler.end._batches
             for group in range(batch.start, batch.start + batch.admitted)
             for response in range(self.rules.responses_per_group)
         ]
@@ -120,7 +120,7 @@ class World:
             self.running.append((worker, request))
         for worker in self.scheduler.queue.workers.values():
             assert len(worker.running) <= worker.capacity
-        ages = [self.scheduler.version - batch.version for batch in self.scheduler._batches]
+        ages = [self.scheduler.version - batch.version for batch in self.scheduler.end._batches]
         assert all(age <= self.rules.staleness for age in ages)
 
     def join(self) -> None:
@@ -148,7 +148,9 @@ class World:
     def answer(self) -> None:
         if self.running:
             worker, request = self.running.pop(self.rng.randrange(len(self.running)))
-            if self.scheduler.finished(worker, request) and self.scheduler.is_whole(request.group):
+            if self.scheduler.finished(worker, request) and self.scheduler.end.is_whole(
+                request.group
+            ):
                 self.to_judge.append((request.version, request.group))
 
     def fail(self) -> None:
@@ -168,7 +170,7 @@ class World:
             self.is_training = False
         elif self.scheduler.is_ready:
             batch = self.scheduler.take()
-            self.batches.append((batch.version, batch.groups))
+            self.batches.append((self.rules.version_of(batch.step), list(batch.groups)))
             self.is_training = True
 
     def restart(self) -> None:
@@ -178,12 +180,7 @@ class World:
             state = self.scheduler.state()
             self.scheduler = Scheduler.restored(self.rules, state)
             self.versions = {}
-            self.to_judge = [
-                (batch.version, group)
-                for batch in self.scheduler._batches
-                for group in range(batch.start, batch.start + batch.admitted)
-                if self.scheduler.is_whole(group) and group not in batch.verdicts
-            ]
+            self.to_judge = self.scheduler.end.to_judge()
 
 
 @pytest.mark.parametrize("name", SETTINGS)

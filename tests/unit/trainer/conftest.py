@@ -13,20 +13,27 @@ import pytest
 from safetensors.torch import save_file
 
 from megatron_rl.config.load import compose
-from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts.patience import Patience
-from megatron_rl.rollouts.prompt_stream import PromptStream
-from megatron_rl.rollouts.server_dispatch import ServerDispatcher
-from megatron_rl.rollouts.server_tasks import Tasks
-from megatron_rl.rollouts.server_thread import LoopThread
+from megatron_rl.rollouts.backends.loop_thread import LoopThread
+from megatron_rl.rollouts.backends.server_parts import ServerParts
+from megatron_rl.rollouts.backends.servers import ServerBackend
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.run import run_folder
 from megatron_rl.runtime.guard import lock
-from megatron_rl.scheduling.batches import Rules
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import build_bandit
-from tests.unit.trainer.server_fakes import RULES, Failed, Fleet, Gone, Unreachable, judge
+from tests.unit.trainer.server_fakes import (
+    RULES,
+    Failed,
+    FirstTokenIsOdd,
+    Fleet,
+    Gone,
+    Unreachable,
+    job_of,
+    text_of,
+)
 
 
 @pytest.fixture
@@ -77,8 +84,8 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def made_dispatchers() -> Iterator[list[ServerDispatcher]]:
-    dispatchers: list[ServerDispatcher] = []
+def made_dispatchers() -> Iterator[list[ServerBackend]]:
+    dispatchers: list[ServerBackend] = []
     yield dispatchers
     for dispatcher in dispatchers:
         dispatcher.close()
@@ -98,25 +105,25 @@ def bounded_waits(monkeypatch) -> None:
 
 @pytest.fixture
 def start(made_dispatchers, bounded_waits):
-    def start(fleet: Fleet, rules: Rules = RULES, saved=None, **changes) -> ServerDispatcher:
-        stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
+    def start(
+        fleet: Fleet, rules: Rules = RULES, saved=None, *, reward=None, wants=None, **changes
+    ) -> ServerBackend:
+        job = job_of(rules, prompts(7), wants)
         if saved is not None:
-            stream.restore(saved["prompts"])
-        tasks = Tasks(
-            prompts=stream,
-            sampling=lambda step, *_: Sampling(2, 4, seed=1000 * step),
-            judge=judge,
-            wants=lambda scores: True,
+            job.stream.restore(saved["prompts"])
+            job.store.restore(saved["store"])
+        parts = ServerParts(
             connect=fleet.connect,
             lost=Gone,
             unreachable=Unreachable,
             failed=Failed,
             switch=fleet.switch,
+            rewards=lambda wake: RewardThread(reward or FirstTokenIsOdd(), text_of, wake=wake),
             capacity=4,
-            patience=Patience(None),
+            timeouts=RequestTimeouts(None),
             longest_response=4,
         )
-        made_dispatchers.append(ServerDispatcher(rules, replace(tasks, **changes), fleet, saved))
+        made_dispatchers.append(ServerBackend(job, replace(parts, **changes), fleet, saved))
         return made_dispatchers[-1]
 
     return start

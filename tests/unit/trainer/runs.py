@@ -12,10 +12,16 @@ from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.evaluation.evaluator import Evaluator
-from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
-from megatron_rl.rollouts.rollouts import Rollouts, Sampler, rollout_sampling
-from megatron_rl.rollouts.sources import Colocated
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.backends.colocated import (
+    ColocatedEngines,
+    LaunchEngines,
+    LaunchSampler,
+)
+from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.demonstrations import Demonstrations
+from megatron_rl.rollouts.post_rollout import PostRollout
+from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.sampling import rollout_sampling
 from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -26,7 +32,8 @@ from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import Sampling
+from megatron_rl.types import Prompt, Sampling
+from tests.rollout_sources import training_job
 from tests.unit.trainer.fakes import (
     BanditEngine,
     BanditPolicy,
@@ -72,6 +79,8 @@ def build_bandit(
     answers: str = "2",
     stop: Callable[[], bool] = lambda: False,
     run: str = "run",
+    train: Sequence[Prompt] = (),
+    demonstrations: Demonstrations | None = None,
 ) -> Trainer:
     """A trainer whose run goes to ``folder/run``; ``answers``: the right one to every prompt."""
     config = bandit_config(folder / run, overrides)
@@ -79,24 +88,27 @@ def build_bandit(
     signals = signals_of(chosen, config.seed)
     policy = BanditPolicy(config.batch.tokens_per_microbatch)
     engine = BanditEngine()
-    sampler = Sampler(engine, FirstTokenIsAnswer(), words, WORLD, DISPLAY)
+    sampler = LaunchSampler(engine, FirstTokenIsAnswer(), words, WORLD, DISPLAY)
     run_folder = RunFolder(config, WORLD, DISPLAY, signals)
-    rollouts = Rollouts(
-        sampler=sampler,
-        loader=PromptLoader(prompts(16, answers), seed=config.seed, shuffle=True),
-        method=chosen,
-        sampling=rollout_sampling(config, ()),
-        prompts_per_step=4,
+    job = training_job(
+        PromptLoader(train or prompts(16, answers), seed=config.seed, shuffle=True),
+        rollout_sampling(config, ()),
         seed=config.seed,
-        end=StepEnd(
-            sampler.shown,
-            log_samples=run_folder.log_samples,
-            num_samples=config.logging.log_samples,
-        ),
+        prompts_per_step=4,
+        method=chosen,
+        demonstrations=demonstrations,
+        response_limit=config.rollout.response_limit,
+    )
+    post = PostRollout(
+        sampler.shown,
+        log_samples=run_folder.log_samples,
+        num_samples=config.logging.log_samples,
     )
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
     memory = Colocation(policy, engine, config.memory.offload, ledger)
     sync = ColocatedSync(BanditSync(policy, engine), memory)
+    launch = LaunchEngines(sampler.backend, WORLD, job)
+    engines = ColocatedEngines(launch, policy, engine, sync, memory)
     write = partial(write_bundle, config, WORLD, policy)
     health = Health(config.nonfinite, config.mismatch_limits, write)
     plan = MinibatchPlan(
@@ -108,7 +120,7 @@ def build_bandit(
     greedy = Sampling(1, 3, temperature=0.0)
     return Trainer(
         config=config.trainer,
-        source=Colocated(rollouts, policy, engine, sync, memory),
+        source=Rollouts(WORLD, engines, job, post),
         learner=Learner(policy, chosen, signals, health, plan, placement, True),
         evaluator=Evaluator(config.evaluation, sampler, prompts(4), greedy),
         folder=run_folder,

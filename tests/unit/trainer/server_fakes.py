@@ -4,14 +4,20 @@ what they answer follows from the request and the weights."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from megatron_rl.rollouts.prompt_stream import FinishedGroup
-from megatron_rl.rollouts.server_dispatch import ServerDispatcher
-from megatron_rl.rollouts.server_tasks import News
+from megatron_rl.data.loader import PromptLoader
+from megatron_rl.rollouts.backends.server_parts import FleetEvent
+from megatron_rl.rollouts.backends.servers import ServerBackend
+from megatron_rl.rollouts.jobs import TrainingJob
+from megatron_rl.rollouts.prompts import PromptStream
+from megatron_rl.rollouts.rollouts import SampledStep
+from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.runtime.registry import Registration
-from megatron_rl.scheduling.batches import Rules
+from megatron_rl.scheduling.end_of_step import Admission, StepRules
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 
 RULES = Rules(groups_per_step=3, responses_per_group=2, staleness=1)
@@ -112,15 +118,85 @@ class Server:
         self.is_closed = True
 
 
-def judge(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-    return [Score(float(one.token_ids[0] % 2), one.token_ids[0] % 2 == 1) for one in completions]
+def text_of(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
 
 
-def publish(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> None:
+def tokens_of(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+class FirstTokenIsOdd:
+    """The reward of these tests."""
+
+    def score(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool]
+    ) -> list[Score]:
+        firsts = [tokens_of(text)[0] for text in texts]
+        return [Score(float(first % 2), first % 2 == 1) for first in firsts]
+
+
+@dataclass(frozen=True)
+class PlainSeeds(SamplingPlan):
+    """The seed is a multiple of the step, counted from 0."""
+
+    each: int = 1000
+
+    def __call__(self, step: int, prompt: Prompt, version: int) -> Sampling:
+        return Sampling(2, 4, seed=self.each * (step - 1))
+
+    def published(self, version: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class FilteredJob(TrainingJob):
+    """Which groups are wanted is said of their scores."""
+
+    wants_scores: Callable[[Sequence[Score]], bool] = lambda scores: True
+
+    def wants(self, scores: Sequence[Score]) -> bool:
+        return self.wants_scores(scores)
+
+
+def job_of(
+    rules: StepRules,
+    prompts: Sequence[Prompt],
+    wants: Callable[[Sequence[Score]], bool] | None = None,
+    each_step: int = 1000,
+) -> TrainingJob:
+    return FilteredJob(
+        rules=rules,
+        stream=PromptStream(PromptLoader(prompts, seed=1, shuffle=True)),
+        plan=PlainSeeds(each_step),
+        wants_group=lambda correct: True,
+        wants_scores=wants or (lambda scores: True),
+    )
+
+
+class Group(NamedTuple):
+    """A prompt with what was answered to it."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    scores: Sequence[Score]
+
+
+def groups_of(sampled: SampledStep) -> list[Group]:
+    """On the rank that has all tokens."""
+    size = len(sampled.completions) // len(sampled.prompts)
+    scores = [answer.score for answer in sampled.summary.answers]
+    groups = []
+    for number, prompt in enumerate(sampled.prompts):
+        rows = slice(number * size, (number + 1) * size)
+        groups.append(Group(prompt, sampled.completions[rows], scores[rows]))
+    return groups
+
+
+def publish(dispatcher: ServerBackend, fleet: Fleet, version: int) -> None:
     """What the source does: everybody who is there gets the weights; where k > 0, beside the old
     ones."""
     servers = dispatcher.drained(version)
-    while isinstance(servers, News):
+    while isinstance(servers, FleetEvent):
         assert servers.kind == "starved" or welcome(dispatcher, fleet, servers, version - 1)
         servers = dispatcher.drained(version)
     staged = dispatcher._scheduler.rules.staleness > 0
@@ -129,7 +205,7 @@ def publish(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> None:
     dispatcher.published(version, servers, {}, staged=staged)
 
 
-def welcome(dispatcher: ServerDispatcher, fleet: Fleet, news: News, version: int) -> bool:
+def welcome(dispatcher: ServerBackend, fleet: Fleet, news: FleetEvent, version: int) -> bool:
     assert news.kind == "join"
     assert news.version in (None, version, version - 1), "the trainer holds two versions"
     version = version if news.version is None else news.version
@@ -138,16 +214,16 @@ def welcome(dispatcher: ServerDispatcher, fleet: Fleet, news: News, version: int
     return True
 
 
-def step(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> list[FinishedGroup]:
+def step(dispatcher: ServerBackend, fleet: Fleet, version: int) -> list[Group]:
     """One step of the trainer: the groups that it trains, and the publication that follows."""
-    while isinstance(news := dispatcher.wait(), News):
+    while isinstance(news := dispatcher.wait(), FleetEvent):
         assert news.kind == "starved" or welcome(dispatcher, fleet, news, version - 1)
-    _, groups = dispatcher.take()
+    groups = groups_of(dispatcher.take())
     publish(dispatcher, fleet, version)
     return groups
 
 
-def contents(steps: Sequence[Sequence[FinishedGroup]]) -> list:
+def contents(steps: Sequence[Sequence[Group]]) -> list:
     return [
         (group.prompt.uid, [one.token_ids.tolist() for one in group.completions], group.scores)
         for groups in steps
@@ -159,3 +235,9 @@ def run(start, fleet: Fleet, num_steps: int, rules: Rules = RULES) -> list:
     dispatcher = start(fleet, rules)
     publish(dispatcher, fleet, 0)
     return contents([step(dispatcher, fleet, version) for version in range(1, num_steps + 1)])
+
+
+def uid_of(stream: PromptStream, step: int, start: int, number: int) -> str:
+    """Of a group of the step that begins with ``start``."""
+    visit = stream.visit(number, Admission(step, (), lambda place: start + place))
+    return stream.prompt(number, visit).uid

@@ -12,7 +12,8 @@ import torch
 from megatron_rl.annealing import Annealing
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.passes import LocalBatch
-from megatron_rl.rollouts.annealed import policy_temperatures, sampling_of_step, temperature_metrics
+from megatron_rl.rollouts.annealed import policy_temperatures, temperature_metrics
+from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.signals.end_token import EndTokens
 from megatron_rl.types import Sampling
 
@@ -22,11 +23,11 @@ SECOND = 2.2 - math.exp(0.5)  # temperature of the second token in step 1
 
 def test_a_step_samples_by_its_own_schedule() -> None:
     sampling = Sampling(4, 8, annealing=ANNEALING)
-    third = sampling_of_step(sampling, 3)
+    third = SamplingPlan(sampling, seed=2).of_step(3)
     assert third.annealing == replace(ANNEALING, decay_tokens=4.0, decay_growth=0.0)
-    assert replace(third, annealing=ANNEALING) == sampling
+    assert replace(third, annealing=ANNEALING, seed=None) == sampling
     plain = Sampling(4, 8, temperature=0.7)
-    assert sampling_of_step(plain, 3) == plain
+    assert replace(SamplingPlan(plain, seed=2).of_step(3), seed=None) == plain
 
 
 def test_temperatures_of_the_policy() -> None:

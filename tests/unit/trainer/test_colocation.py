@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines
+from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
 from megatron_rl.rollouts.logprob_check import CheckedSync
-from megatron_rl.rollouts.sources import Colocated
+from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.runtime.memory import Ledger
 from megatron_rl.types import SyncReport
 
@@ -59,21 +60,33 @@ class Recorder:
         return SyncReport(version, 1, 0, 8, 0.0)
 
 
-def colocated(recorder: Recorder, offload=EVERYTHING, logprob_check=None) -> Colocated:
+class Recorded(Rollouts):
+    """What a step is made of does not matter here."""
+
+    def collect(self, step: int) -> str:
+        return self.engines.launch.collect(step)
+
+    @property
+    def colocation(self) -> Colocation:
+        return self.engines.colocation
+
+
+def colocated(recorder: Recorder, offload=EVERYTHING, logprob_check=None) -> Recorded:
     memory = Colocation(recorder, recorder, offload, Ledger(lambda: {"host": 1.0}, None))
     sync = ColocatedSync(recorder, memory)
     if logprob_check is not None:
         sync = CheckedSync(sync, logprob_check)
-    return Colocated(recorder, recorder, recorder, sync, memory)
+    engines = ColocatedEngines(recorder, recorder, recorder, sync, memory)
+    return Recorded(None, engines, None, None)
 
 
-def train(source: Colocated) -> None:
+def train(source: Recorded) -> None:
     """The policy's turn, in which nothing is done."""
     with source.training():
         pass
 
 
-def generate(source: Colocated) -> None:
+def generate(source: Recorded) -> None:
     """The engine's turn, in which nothing is done."""
     with source.generation():
         pass

@@ -19,7 +19,7 @@ from megatron_rl.evaluation.evaluation_folder import EvaluationFolder
 from megatron_rl.evaluation.evaluation_source import Weights, differences, find_evaluation
 from megatron_rl.evaluation.evaluator import judged
 from megatron_rl.reporting.evaluation import detailed_metrics
-from megatron_rl.rollouts.rollouts import Sampler
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.runtime.guard import lock
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
@@ -179,7 +179,7 @@ def asking(folder: EvaluationFolder, portion: int | None, model: Path) -> Asking
         config=validate(Config, values, "test"),
         sampling=SAMPLING,
         engine=engine,
-        sampler=Sampler(engine, FirstTokenIsAnswer(), words, WORLD, DISPLAY),
+        sampler=LaunchSampler(engine, FirstTokenIsAnswer(), words, WORLD, DISPLAY),
         folder=folder,
         prompts_at_a_time=portion,
         world=WORLD,

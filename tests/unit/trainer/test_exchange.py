@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from megatron_rl.data.sequences import response_tokens, sequence_batch
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.exchange import exchange_rows, on_main, token_rows
 from megatron_rl.rollouts.ownership import Route
-from megatron_rl.rollouts.rollouts import Sampler
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Prompt, Sampling, Score
@@ -72,7 +72,9 @@ def test_a_completion_is_compact_by_itself():
 
 def test_whole_responses_come_to_the_main_rank_in_the_order_that_is_asked_for():
     groups = completions(1)
-    sampler = Sampler(ListedEngine(groups), LengthIsReward(), words, WORLD, Display(shown=False))
+    sampler = LaunchSampler(
+        ListedEngine(groups), LengthIsReward(), words, WORLD, Display(shown=False)
+    )
     responses = sampler.run(prompts(), Sampling(PER_PROMPT, 400), "test")
     chosen = on_main(responses, [5, 23, 0], words, WORLD)
     flat = [completion for group in groups for completion in group]

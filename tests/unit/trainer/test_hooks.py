@@ -8,15 +8,19 @@ import pytest
 import torch
 
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
-from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.reporting.metrics import defined
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.experience import Responses
-from megatron_rl.rollouts.hooks import RolloutEdit, RolloutHooks, register_rollout_hook
+from megatron_rl.rollouts.hooks.rollout_hooks import (
+    RolloutEdit,
+    RolloutHooks,
+    register_rollout_hook,
+)
 from megatron_rl.rollouts.metrics import rollout_metrics
-from megatron_rl.rollouts.rollouts import Rollouts, Sampler
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.types import Sampling
+from tests.rollout_sources import rollouts_of, training_job
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, words
 
@@ -25,16 +29,9 @@ pytestmark = pytest.mark.usefixtures("fresh_registries")
 
 def plain_rollouts() -> Rollouts:
     """Four prompts, three responses each."""
-    sampler = Sampler(BanditEngine(), FirstTokenIsAnswer(), words, WORLD, DISPLAY)
-    return Rollouts(
-        sampler=sampler,
-        loader=PromptLoader(prompts(16), seed=1, shuffle=False),
-        method=load_method("grpo"),
-        sampling=Sampling(3, 3),
-        prompts_per_step=4,
-        seed=1,
-        end=StepEnd(sampler.shown),
-    )
+    sampler = LaunchSampler(BanditEngine(), FirstTokenIsAnswer(), words, WORLD, DISPLAY)
+    loader = PromptLoader(prompts(16), seed=1, shuffle=False)
+    return rollouts_of(sampler, training_job(loader, Sampling(3, 3), seed=1, prompts_per_step=4))
 
 
 def rollouts(**hooks) -> Rollouts:
@@ -43,8 +40,8 @@ def rollouts(**hooks) -> Rollouts:
         register_rollout_hook(name)(function)
     chosen = {name: ROLLOUT_HOOKS[name]() for name in hooks}
     plain = plain_rollouts()
-    end = replace(plain.end, after_scoring=RolloutHooks(chosen, WORLD))
-    return replace(plain, end=end)
+    post = replace(plain.post, after_scoring=RolloutHooks(chosen, WORLD))
+    return replace(plain, post=post)
 
 
 def tokens_of(responses: Responses) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rollouts.patience import Patience
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 
 
 class Time:
@@ -15,7 +15,7 @@ class Time:
 
 
 def answer(
-    patience: Patience, time: Time, seconds: float, num_tokens: int, max_tokens: int = 4000
+    patience: RequestTimeouts, time: Time, seconds: float, num_tokens: int, max_tokens: int = 4000
 ) -> None:
     with patience.waiting("quick", max_tokens) as answered:
         time.now_s += seconds
@@ -24,7 +24,7 @@ def answer(
 
 def test_the_limit_is_that_of_a_full_response_by_the_median() -> None:
     time = Time()
-    patience = Patience(4.0, time)
+    patience = RequestTimeouts(4.0, time)
     assert patience.limit_s(4000) is None and patience.overdue() == {}
     answer(patience, time, 5.0, 100)  # 200 s for 4,000 tokens
     assert patience.limit_s(4000) == 800
@@ -40,7 +40,7 @@ def test_each_request_has_the_limit_of_its_own_length() -> None:
     """Stages of short responses, then an evaluation of long ones: 4,000 tokens take 40 s, 32,000 in
     an evaluation 320 s, and more where requests stand in line."""
     time = Time()
-    patience = Patience(4.0, time)
+    patience = RequestTimeouts(4.0, time)
     for _ in range(256):
         answer(patience, time, 40.0, 4000)
     assert (patience.limit_s(4000), patience.limit_s(32000)) == (160, 1280)
@@ -53,7 +53,7 @@ def test_each_request_has_the_limit_of_its_own_length() -> None:
 
 def test_who_keeps_a_request_too_long_is_named_until_it_is_gone() -> None:
     time = Time()
-    patience = Patience(4.0, time)
+    patience = RequestTimeouts(4.0, time)
     with patience.waiting("silent", 4000):
         time.now_s += 1000
         assert patience.overdue() == {}, "nobody has answered"
@@ -64,7 +64,7 @@ def test_who_keeps_a_request_too_long_is_named_until_it_is_gone() -> None:
 
 def test_a_server_that_answers_an_evaluation_keeps_nobody_waiting_too_long() -> None:
     time = Time()
-    patience = Patience(4.0, time)
+    patience = RequestTimeouts(4.0, time)
     answer(patience, time, 5.0, 100)  # the limit is 800 s
     with (
         patience.waiting("busy", 4000),
@@ -80,7 +80,7 @@ def test_a_server_that_answers_an_evaluation_keeps_nobody_waiting_too_long() -> 
 
 
 def test_an_error_ends_the_wait_and_tells_nothing_of_answers() -> None:
-    patience = Patience(4.0, Time())
+    patience = RequestTimeouts(4.0, Time())
     with pytest.raises(ConnectionError), patience.waiting("dead", 4000):
         raise ConnectionError
     assert patience.limit_s(4000) is None and patience.overdue() == {}
@@ -88,7 +88,7 @@ def test_an_error_ends_the_wait_and_tells_nothing_of_answers() -> None:
 
 def test_without_a_factor_there_is_no_end() -> None:
     time = Time()
-    patience = Patience(None, time)
+    patience = RequestTimeouts(None, time)
     answer(patience, time, 5.0, 100)
     with patience.waiting("silent", 4000):
         time.now_s += 1e6

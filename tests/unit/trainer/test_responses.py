@@ -8,8 +8,8 @@ import sys
 import numpy as np
 
 from megatron_rl.data.token_rows import TokenRows
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.experience import Responses, experience_of
-from megatron_rl.rollouts.rollouts import Sampler
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
@@ -77,7 +77,7 @@ class NoVerdict:
 
 def blocks_of_a_step(tokens: int) -> int:
     """Python objects that stay, from the answer of the engine to the batch of a pass."""
-    sampler = Sampler(LongEngine(tokens), NoVerdict(), lambda ids: "", WORLD, DISPLAY)
+    sampler = LaunchSampler(LongEngine(tokens), NoVerdict(), lambda ids: "", WORLD, DISPLAY)
     prompts = [Prompt(f"p{n}", (1,), "", "") for n in range(8)]
     placement = Placement(BanditBatching(10**6), WORLD)
     gc.collect()

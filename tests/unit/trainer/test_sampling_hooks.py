@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.reporting.metrics import defined
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.resampling import Ask, Resample, Resampling, SamplingHook, ScoredGroup
-from megatron_rl.rollouts.rollouts import Rollouts, Sampler
-from megatron_rl.rollouts.sampling_hooks import dars, erpo, relative_variance, vcrl
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.hooks.resampling import (
+    Ask,
+    Resample,
+    Resampling,
+    SamplingHook,
+    ScoredGroup,
+)
+from megatron_rl.rollouts.hooks.sampling_hooks import dars, erpo, relative_variance, vcrl
+from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
+from tests.rollout_sources import rollouts_of, training_job
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD
 
@@ -124,18 +131,16 @@ class Odd:
 
 def rollouts(**hooks: SamplingHook) -> Rollouts:
     """Four prompts a step, two responses each."""
-    sampler = Sampler(Telling(), Odd(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY)
+    sampler = LaunchSampler(Telling(), Odd(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY)
     sampling = Sampling(2, 4)
-    return Rollouts(
-        sampler=sampler,
-        loader=PromptLoader(PROMPTS, seed=1, shuffle=False),
-        method=load_method("grpo"),
-        sampling=sampling,
-        prompts_per_step=4,
+    job = training_job(
+        PromptLoader(PROMPTS, seed=1, shuffle=False),
+        sampling,
         seed=1,
-        end=StepEnd(sampler.shown),
-        resampling=Resampling(hooks, sampling, PROMPTS) if hooks else None,
+        prompts_per_step=4,
+        hooks=Resampling(hooks, PROMPTS) if hooks else None,
     )
+    return rollouts_of(sampler, job)
 
 
 def tokens(experience: Experience) -> list[list[int]]:
@@ -168,6 +173,9 @@ class Dropping:
 
     def temperature(self, prompt: Prompt, plain: float) -> float:
         return 1.5 if prompt.uid == "p1" else plain
+
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """There is no dynamic sampling."""
 
     def resample(self, step: int, turn: int, groups: list[ScoredGroup]) -> Resample:
         if turn:

@@ -4,30 +4,31 @@ they answer follows from the request and the weights, so what is trained must to
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts import server_thread
-from megatron_rl.rollouts.patience import Patience
-from megatron_rl.rollouts.prompt_stream import PromptStream
-from megatron_rl.rollouts.server_dispatch import ServerDispatcher
-from megatron_rl.rollouts.server_tasks import NoServerError, WeightVersionError
+from megatron_rl.rollouts.backends import loop_thread
+from megatron_rl.rollouts.backends.server_parts import NoServerError, WeightVersionError
+from megatron_rl.rollouts.backends.servers import ServerBackend
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.runtime.display import Progress
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.types import Sampling, Score
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import (
     IN_TWO_STEPS,
     RULES,
+    FirstTokenIsOdd,
     Fleet,
     contents,
-    judge,
+    groups_of,
     publish,
     run,
     step,
+    uid_of,
     welcome,
 )
 
@@ -35,7 +36,7 @@ from tests.unit.trainer.server_fakes import (
 def test_a_step_gets_its_prompts_in_order_of_the_version_that_is_due(start):
     trained = run(start, Fleet(registered={"a"}), 4)
     stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
-    uids = [stream.of_step(3 * (number // 3), number).uid for number in range(12)]
+    uids = [uid_of(stream, number // 3, 3 * (number // 3), number) for number in range(12)]
     assert [uid for uid, _, _ in trained] == uids
     versions = [tokens[0][1] for _, tokens, _ in trained]
     assert versions == [0] * 6 + [1] * 3 + [2] * 3, "max(0, step - 1 - 1)"
@@ -74,8 +75,8 @@ def test_a_server_that_never_answers_is_given_up_though_it_says_it_is_well(start
     expected = run(start, Fleet(registered={"b"}), 3)
     fleet = Fleet(registered={"a", "b"}, silent={"a"})
     now_s = [0.0]
-    patience = Patience(4.0, lambda: now_s[0])
-    dispatcher = start(fleet, patience=patience)
+    patience = RequestTimeouts(4.0, lambda: now_s[0])
+    dispatcher = start(fleet, timeouts=patience)
     publish(dispatcher, fleet, 0)
     while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience) != {"a"}:
         dispatcher.counts()
@@ -90,7 +91,7 @@ def test_an_evaluation_is_answered_by_another_server_than_the_one_that_never_doe
     expected = start_published(start, Fleet(registered={"b"})).generate(ASKED, HELD_OUT)
     fleet = Fleet(registered={"a", "b"})
     now_s = [0.0]
-    dispatcher = start_idle(start, fleet, Patience(4.0, lambda: now_s[0]))
+    dispatcher = start_idle(start, fleet, RequestTimeouts(4.0, lambda: now_s[0]))
     fleet.silent.add("a")
     with ThreadPoolExecutor(1) as thread:
         evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
@@ -129,19 +130,19 @@ def held_out(fleet: Fleet) -> list[tuple[str, int, str, int]]:
     return [asked for asked in fleet.asked if asked[2].startswith("held-out:")]
 
 
-def start_published(start, fleet: Fleet, **changes) -> ServerDispatcher:
+def start_published(start, fleet: Fleet, **changes) -> ServerBackend:
     dispatcher = start(fleet, **changes)
     publish(dispatcher, fleet, 0)
     return dispatcher
 
 
-def servers_awaited(patience: Patience) -> set[str]:
+def servers_awaited(patience: RequestTimeouts) -> set[str]:
     return {waiting.server for waiting in list(patience._waiting.values())}
 
 
-def start_idle(start, fleet: Fleet, patience: Patience) -> ServerDispatcher:
+def start_idle(start, fleet: Fleet, patience: RequestTimeouts) -> ServerBackend:
     """All that training wants so far is answered."""
-    dispatcher = start_published(start, fleet, patience=patience)
+    dispatcher = start_published(start, fleet, timeouts=patience)
     while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience):
         dispatcher.counts()
     return dispatcher
@@ -169,7 +170,7 @@ def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
     assert dispatcher.wait() is True
-    _, first = dispatcher.take()
+    first = groups_of(dispatcher.take())
     fleet.dead.add("a")
     publish(dispatcher, fleet, 1)
     assert dispatcher.wait().kind == "starved"
@@ -190,7 +191,7 @@ def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(star
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
     assert dispatcher.wait() is True
-    _, first = dispatcher.take()
+    first = groups_of(dispatcher.take())
     publish(dispatcher, fleet, 1)
     while ("a", 1) not in {asked[:2] for asked in fleet.asked}:
         assert fleet.versions["b"] == 0
@@ -227,7 +228,7 @@ def test_a_server_that_is_given_up_while_it_gets_weights_does_not_come_back(star
     publish(dispatcher, fleet, 0)
     steps = [step(dispatcher, fleet, 1)]
     assert dispatcher.wait() is True
-    steps.append(dispatcher.take()[1])
+    steps.append(groups_of(dispatcher.take()))
     servers = dispatcher.drained(2)
     assert set(servers) == {"a", "b"}
     fleet.registered.remove("b")  # so the registry says, while the push is under way
@@ -265,7 +266,7 @@ def test_a_run_that_goes_on_asks_for_nothing_twice(start):
     while len(fleet.asked) < 3 * 6 + 4:  # some of step 4 are under way
         pass
     state = dispatcher.state()
-    there = [len(group["completions"]) for number, group in state["groups"].items() if number >= 9]
+    there = [one for one in state["store"]["new"] if one["group"] >= 9]
     other = Fleet(registered={"c"})
     resumed = start(other, saved=state)
     assert resumed.drained(2) == {"c": "at c"}, "the policy has what is wanted"
@@ -273,49 +274,47 @@ def test_a_run_that_goes_on_asks_for_nothing_twice(start):
     trained += [step(resumed, other, version) for version in (3, 4, 5)]
     assert contents(trained) == expected
     of_step_4 = [asked for asked in other.asked if asked[1] == 2]
-    assert len(of_step_4) == 6 - sum(there) and not [one for one in other.asked if one[1] < 2]
+    assert len(of_step_4) == 6 - len(there) and not [one for one in other.asked if one[1] < 2]
 
 
 def test_a_group_that_was_whole_and_not_judged_is_judged_by_the_run_that_goes_on(start):
     gate = threading.Event()
 
-    def slow(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-        gate.wait(30.0)
-        return judge(prompts, completions)
+    class Slow(FirstTokenIsOdd):
+        def score(self, *responses) -> list[Score]:
+            gate.wait(30.0)
+            return super().score(*responses)
 
     fleet = Fleet(registered={"a"})
     expected = run(start, Fleet(registered={"a"}), 1)
-    dispatcher = start(fleet, judge=slow)
+    dispatcher = start(fleet, reward=Slow())
     publish(dispatcher, fleet, 0)
-    while sum(map(len, complete(dispatcher))) < 12:  # of steps 1 and 2
+    while len(dispatcher.state()["store"]["new"]) < 12:  # of steps 1 and 2
         pass
     state = dispatcher.state()
     gate.set()
-    assert not any(group["scores"] for group in state["groups"].values())
+    assert not state["scores"]
     other = Fleet(registered={"b"})
     resumed = start(other, saved=state)
     publish(resumed, other, 0)
     assert resumed.wait() is True and not other.asked
-    assert contents([resumed.take()[1]]) == expected
-
-
-def complete(dispatcher: ServerDispatcher) -> list:
-    return [group["completions"] for group in dispatcher.state()["groups"].values()]
+    assert contents([groups_of(resumed.take())]) == expected
 
 
 @pytest.mark.parametrize("schedule", ["refused", "reward", "version"])
 def test_what_no_other_server_could_mend_ends_the_run(start, schedule):
     fleet = Fleet(registered={"a"})
 
-    def fails(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-        raise RuntimeError("the judge is out")
+    class Fails(FirstTokenIsOdd):
+        def score(self, *responses) -> list[Score]:
+            raise RuntimeError("the judge is out")
 
     changes = {}
     error, words = ValueError, "prompt is too long"
     if schedule == "refused":
         fleet.refuses = "prompt is too long"
     elif schedule == "reward":
-        changes, error, words = {"judge": fails}, RuntimeError, "the judge is out"
+        changes, error, words = {"reward": Fails()}, RuntimeError, "the judge is out"
     else:
         error, words = WeightVersionError, r"weights version 0 comes from \[5\]"
     dispatcher = start(fleet, **changes)
@@ -332,9 +331,8 @@ def test_held_out_prompts_are_answered_beside_training(start):
     publish(dispatcher, fleet, 0)
     asked = prompts(5)
     groups = dispatcher.generate(asked, Sampling(3, 4, seed=9))
-    assert [group.prompt for group in groups] == asked
-    assert all(len(group.completions) == len(group.scores) == 3 for group in groups)
-    tokens = [one.token_ids[0] for one in groups[1].completions]
+    assert len(groups) == 5 * 3
+    tokens = [one.token_ids[0] for one, _ in groups[3:6]]
     assert tokens == [tokens[0] + 7 * response for response in range(3)]
     assert dispatcher.score([(1, 2, 3), (4, 5)]) == [[2.0, 3.0], [5.0]]
     fleet.dead.add("a")
@@ -348,7 +346,7 @@ def test_held_out_prompts_are_answered_beside_training(start):
 
 def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
     """A third of the answers for two steps come while it waits; then the server leaves."""
-    monkeypatch.setattr(server_thread, "REPORT_EVERY_S", 0.001)
+    monkeypatch.setattr(loop_thread, "REPORT_EVERY_S", 0.001)
     fleet = Fleet(registered={"a"}, answers={"a": 4}, silent={"a"})
     dispatcher = start_published(start, fleet)
     told = []
@@ -366,7 +364,7 @@ def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
 def test_a_server_that_scores_nothing_is_given_up_though_it_says_it_is_well(start):
     fleet = Fleet(registered={"a", "b"})
     now_s = [0.0]
-    dispatcher = start_idle(start, fleet, Patience(4.0, lambda: now_s[0]))
+    dispatcher = start_idle(start, fleet, RequestTimeouts(4.0, lambda: now_s[0]))
     while fleet.scored[-1:] != ["b"]:  # next it is the turn of a
         dispatcher.score([(1, 2, 3)])
     fleet.silent.add("a")

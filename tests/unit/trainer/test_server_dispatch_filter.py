@@ -9,16 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts.prompt_stream import PromptStream
-from megatron_rl.types import Completion, Prompt, Score
+from megatron_rl.rollouts.prompts import PromptStream
+from megatron_rl.types import Prompt, Score
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import (
     RULES,
     Fleet,
     contents,
+    groups_of,
     publish,
     run,
     step,
+    tokens_of,
+    uid_of,
     welcome,
 )
 
@@ -48,25 +51,29 @@ def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
     gate = threading.Event()
     gate.set()
 
-    def strict(asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+    class Strict:
         """Refuses nothing of step 1, so that no more than is missing is sampled for step 2."""
-        scores = []
-        for prompt, completion in zip(asked, completions, strict=True):
-            is_first = completion.token_ids[0] < 1000
-            assert is_first or gate.wait(30.0)
-            is_wanted = is_first or prompt.uid[:2] in ("p0", "p3", "p5")
-            scores.append(Score(float(completion.token_ids[0]), is_wanted))
-        return scores
+
+        def score(
+            self, asked: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool]
+        ) -> list[Score]:
+            scores = []
+            for prompt, text in zip(asked, texts, strict=True):
+                first = tokens_of(text)[0]
+                assert first < 1000 or gate.wait(30.0)
+                is_wanted = first < 1000 or prompt.uid[:2] in ("p0", "p3", "p5")
+                scores.append(Score(float(first), is_wanted))
+            return scores
 
     alone = Fleet(registered={"a"})
-    expected = contents(steps(start(alone, FILTERED, judge=strict, wants=is_correct), alone, 4))
+    expected = contents(steps(start(alone, FILTERED, reward=Strict(), wants=is_correct), alone, 4))
     gate.clear()
     fleet = Fleet(registered={"a"})
-    dispatcher = start(fleet, FILTERED, judge=strict, wants=is_correct)
+    dispatcher = start(fleet, FILTERED, reward=Strict(), wants=is_correct)
     publish(dispatcher, fleet, 0)
     assert dispatcher.wait() is True
-    _, first = dispatcher.take()
-    until(lambda: dispatcher._scheduler.to_judge() and not is_sampling(dispatcher))
+    first = groups_of(dispatcher.take())
+    until(lambda: dispatcher._scheduler.end.to_judge() and not is_sampling(dispatcher))
     num_asked = len(fleet.asked)
     fleet.registered.clear()
     until(lambda: dispatcher.counts()["source/servers"] == 0)
@@ -96,20 +103,25 @@ class Settled:
         self.dispatcher = None
         self.seen: set[tuple[str, int]] = set()  # uid, and step by the seed
 
-    def __call__(self, asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+    def score(
+        self, asked: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool]
+    ) -> list[Score]:
         num_quiet = 0
         ends_at = time.monotonic() + 0.1  # nothing ends any more when the dispatcher is closed
         while num_quiet < 5 and time.monotonic() < ends_at:
             time.sleep(0.001)
             num_quiet = 0 if is_sampling(self.dispatcher) else num_quiet + 1
-        for prompt, completion in zip(asked, completions, strict=True):
-            self.seen.add((prompt.uid, completion.token_ids[0] // 1000))
-        return list(map(by_tokens, asked, completions))
+        found = []
+        for prompt, text in zip(asked, texts, strict=True):
+            tokens = tokens_of(text)
+            self.seen.add((prompt.uid, tokens[0] // 1000))
+            found.append(by_tokens(prompt, tokens))
+        return found
 
 
-def by_tokens(prompt: Prompt, completion: Completion) -> Score:
+def by_tokens(prompt: Prompt, tokens: Sequence[int]) -> Score:
     """Of which step it is can be told."""
-    return Score(float(sum(completion.token_ids)), prompt.uid[1] < "3")
+    return Score(float(sum(tokens)), prompt.uid[1] < "3")
 
 
 def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
@@ -118,21 +130,23 @@ def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
     rules = replace(FILTERED, staleness=2, lockstep=False)
     fleet = Fleet(registered={"a"})
     judge = Settled()
-    judge.dispatcher = dispatcher = start(fleet, rules, judge=judge, wants=is_correct)
+    judge.dispatcher = dispatcher = start(fleet, rules, reward=judge, wants=is_correct)
     publish(dispatcher, fleet, 0)
     stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
     looked_at = set()
     for number in range(8):
         assert dispatcher.wait() is True
-        batch, groups = dispatcher.take()
-        expected = [stream.of_step(batch.start, group) for group in batch.groups]
-        assert [group.prompt for group in groups] == expected
-        for prompt, group in zip(expected, groups, strict=True):
-            assert group.scores == [by_tokens(prompt, one) for one in group.completions]
+        sampled = dispatcher.take()
+        batch, groups = sampled.summary.groups, groups_of(sampled)
+        expected = [uid_of(stream, number, batch.start, group) for group in batch.groups]
+        assert [group.prompt.uid for group in groups] == expected
+        for group in groups:
+            expected_scores = [by_tokens(group.prompt, one.token_ids) for one in group.completions]
+            assert group.scores == expected_scores
             assert [one.token_ids[0] // 1000 for one in group.completions] == [number, number]
         end = batch.start + len(batch.groups) + batch.num_refused
         for group in range(batch.start, end):
-            looked_at.add((stream.of_step(batch.start, group).uid, number))
+            looked_at.add((uid_of(stream, number, batch.start, group), number))
         publish(dispatcher, fleet, number + 1)
     assert [pair for pair in judge.seen - looked_at if pair[1] < 8], "nothing was dropped"
 

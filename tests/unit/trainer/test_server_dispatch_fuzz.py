@@ -16,17 +16,26 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts import server_dispatch, server_failures
-from megatron_rl.rollouts.patience import Patience
-from megatron_rl.rollouts.prompt_stream import FinishedGroup, PromptStream
-from megatron_rl.rollouts.server_dispatch import ServerDispatcher
-from megatron_rl.rollouts.server_tasks import News, Tasks
+from megatron_rl.data.loader import PromptLoader, numbered
+from megatron_rl.rollouts.backends import failures, servers
+from megatron_rl.rollouts.backends.server_parts import FleetEvent, ServerParts
+from megatron_rl.rollouts.backends.servers import ServerBackend
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.runtime.registry import Registration
-from megatron_rl.scheduling.batches import Rules
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, VersionSpan
 from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import Failed, Gone, Unreachable
+from tests.unit.trainer.server_fakes import (
+    Failed,
+    Gone,
+    Group,
+    Unreachable,
+    groups_of,
+    job_of,
+    text_of,
+    tokens_of,
+)
 
 STEPS = 6
 SEEDS = 5
@@ -53,11 +62,10 @@ def tokens(prompt: Prompt, step: int, response: int, version: int) -> tuple[int,
     return digest(prompt.uid), step, response, version
 
 
-def verdict(prompt: Prompt, completion: Completion) -> Score:
+def verdict(prompt: Prompt, ids: Sequence[int]) -> Score:
     """Follows from prompt and step; the reward from all tokens."""
-    step = completion.token_ids[1]
-    is_wanted = digest(prompt.uid, step) % 5 < 2
-    return Score(float(digest(prompt.uid, list(completion.token_ids))), is_wanted)
+    is_wanted = digest(prompt.uid, ids[1]) % 5 < 2
+    return Score(float(digest(prompt.uid, list(ids))), is_wanted)
 
 
 def loader() -> PromptLoader:
@@ -67,17 +75,21 @@ def loader() -> PromptLoader:
 
 def trained(rules: Rules) -> Iterator[list[Prompt]]:
     """The definition, as a loop that looks at one prompt after the other."""
-    stream = PromptStream(loader())
+    plain = loader()
+    prompts_by_number: list[Prompt] = []
     limit = rules.max_groups or rules.groups_per_step
     step = start = 0
     while True:
         groups: list[Prompt] = []
         number = start
         while len(groups) < rules.groups_per_step and number - start < limit:
-            prompt = stream.of_step(start, number)
+            while len(prompts_by_number) <= number:
+                prompts_by_number += plain.take(1)
+            plain_uids = [one.uid for one in prompts_by_number[start:number]]
+            prompt = prompts_by_number[number]
+            prompt = numbered(prompt, 1 + plain_uids.count(prompt.uid))
             number += 1
-            sample = Completion(tokens(prompt, step, 0, 0), [0.0] * 4, False, 0)
-            if not rules.is_filtered or verdict(prompt, sample).correct:
+            if not rules.is_filtered or verdict(prompt, tokens(prompt, step, 0, 0)).correct:
                 groups.append(prompt)
         yield groups
         start = number
@@ -126,9 +138,11 @@ class World:
         time.sleep(digest(version, name) % 4 / 1000)
         self.versions[name] = version
 
-    def judge(self, asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+    def score(
+        self, asked: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool]
+    ) -> list[Score]:
         time.sleep(self.judge_s * self.judge_rng.random())
-        return list(map(verdict, asked, completions))
+        return list(map(verdict, asked, map(tokens_of, texts)))
 
 
 @dataclass
@@ -182,7 +196,7 @@ class Trainer:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.steps: list[Sequence[FinishedGroup]] = []
+        self.steps: list[Sequence[Group]] = []
         self._rng = world.trainer_rng
         self._saved: tuple[int, bytes] | None = None
 
@@ -190,14 +204,14 @@ class Trainer:
         self._start(None)
         self._publish(0)
         while len(self.steps) < STEPS:
-            while isinstance(news := self._dispatcher.wait(), News):
+            while isinstance(news := self._dispatcher.wait(), FleetEvent):
                 self._welcome(news, len(self.steps))
-            self.steps.append(self._dispatcher.take()[1])
+            self.steps.append(groups_of(self._dispatcher.take()))
             if self._rng.random() < 0.2:
                 self._evaluate()
             self._publish(len(self.steps))
             if self._rng.random() < 0.4:
-                while isinstance(news := self._dispatcher.settled(), News):
+                while isinstance(news := self._dispatcher.settled(), FleetEvent):
                     self._welcome(news, len(self.steps))
                 self._saved = len(self.steps), pickle.dumps(self._dispatcher.state())
             if self._saved and self._rng.random() < 0.3:
@@ -206,24 +220,27 @@ class Trainer:
 
     def _start(self, saved: Mapping[str, Any] | None) -> None:
         world = self.world
-        stream = PromptStream(loader())
+        job = job_of(
+            world.rules,
+            prompts(5),
+            lambda scores: scores[0].correct or not world.rules.is_filtered,
+            each_step=1,
+        )
         if saved is not None:
-            stream.restore(saved["prompts"])
-        tasks = Tasks(
-            prompts=stream,
-            sampling=lambda step, *_: Sampling(world.rules.responses_per_group, 4, seed=step),
-            judge=world.judge,
-            wants=lambda scores: scores[0].correct or not world.rules.is_filtered,
+            job.stream.restore(saved["prompts"])
+            job.store.restore(saved["store"])
+        parts = ServerParts(
             connect=world.connect,
             lost=Gone,
             unreachable=Unreachable,
             failed=Failed,
             switch=world.switch,
+            rewards=lambda wake: RewardThread(world, text_of, at_most=6, wake=wake),
             capacity=self._rng.randint(1, 5),
-            patience=Patience(None),
+            timeouts=RequestTimeouts(None),
             longest_response=4,
         )
-        self._dispatcher = ServerDispatcher(world.rules, tasks, world, saved)
+        self._dispatcher = ServerBackend(job, parts, world, saved)
 
     def _restart(self, step: int, state: bytes) -> None:
         self._dispatcher.close()
@@ -232,7 +249,7 @@ class Trainer:
         self._publish(step)
 
     def _publish(self, version: int) -> None:
-        while isinstance(servers := self._dispatcher.drained(version), News):
+        while isinstance(servers := self._dispatcher.drained(version), FleetEvent):
             self._welcome(servers, version - 1)
         lost = {name: "no room" for name in servers if self._rng.random() < 0.05}
         updated = {name: url for name, url in servers.items() if name not in lost}
@@ -241,7 +258,7 @@ class Trainer:
         where |= dict.fromkeys(updated, version)
         self._dispatcher.published(version, updated, lost, staged=staged)
 
-    def _welcome(self, news: News, version: int) -> None:
+    def _welcome(self, news: FleetEvent, version: int) -> None:
         """``version``: the newest."""
         if news.kind == "join":
             if news.version is not None:
@@ -252,21 +269,21 @@ class Trainer:
 
     def _evaluate(self) -> None:
         version = len(self.steps) - 1
-        while isinstance(groups := self._dispatcher.generate(ASKED, HELD_OUT), News):
+        while isinstance(groups := self._dispatcher.generate(ASKED, HELD_OUT), FleetEvent):
             self._welcome(groups, version)
-        for prompt, group in zip(ASKED, groups, strict=True):
-            assert group.prompt == prompt
-            expected = [tokens(prompt, -1, number, version) for number in range(2)]
-            assert [tuple(one.token_ids) for one in group.completions] == expected
-            assert group.scores == [verdict(prompt, one) for one in group.completions]
+        pairs = [(prompt, number) for prompt in ASKED for number in range(2)]
+        for (prompt, number), (one, score) in zip(pairs, groups, strict=True):
+            assert tuple(one.token_ids) == tokens(prompt, -1, number, version)
+            assert score == verdict(prompt, one.token_ids)
 
 
-def check(rules: Rules, steps: Sequence[Sequence[FinishedGroup]]) -> None:
+def check(rules: Rules, steps: Sequence[Sequence[Group]]) -> None:
     for step, (groups, expected) in enumerate(zip(steps, trained(rules), strict=False)):
         assert [group.prompt for group in groups] == expected
         for group in groups:
             assert len(group.completions) == rules.responses_per_group
-            assert group.scores == [verdict(group.prompt, one) for one in group.completions]
+            expected_scores = [verdict(group.prompt, one.token_ids) for one in group.completions]
+            assert group.scores == expected_scores
             for number, one in enumerate(group.completions):
                 version = one.weight_version
                 assert tuple(one.token_ids) == tokens(group.prompt, step, number, version)
@@ -276,9 +293,9 @@ def check(rules: Rules, steps: Sequence[Sequence[FinishedGroup]]) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_servers_train_what_a_plain_loop_trains(name: str, monkeypatch, bounded_waits):
-    monkeypatch.setattr(server_dispatch, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.001)
     # Servers are lost so often that prompts that end none of them are there three times.
-    monkeypatch.setattr(server_failures, "MOST_SERVERS", 1000)
+    monkeypatch.setattr(failures, "MOST_SERVERS", 1000)
     rules = SETTINGS[name]
     before = set(threading.enumerate())
     num_lost = 0

@@ -1,0 +1,313 @@
+"""Generation in the training processes: every rank drives its part of an engine, rank 0 hands out
+the work.
+
+Who agrees with whom, and how:
+
+- Rank 0 alone has the dispatcher. It hears of ended responses and of rewards, and answers with
+  tasks, through the store of the launch (``runtime/store_queue.py``): no replica waits for another
+  one before the end.
+- The ranks of one replica must make the same calls of the engine in the same order. In each turn
+  the first of them reads its tasks and broadcasts them to the others; then all begin and stop the
+  same responses and work the same number of steps. Each scores its share of what has ended.
+- Prompts are not sent: group n is the n-th prompt on every rank.
+- When rank 0 says that the step has its groups, every replica stops what still runs, and one
+  collective gives all ranks the same ``StepSummary``.
+
+None of this changes what is sampled or trained: see ``scheduling/end_of_step.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.protocols import Generator
+from megatron_rl.rollouts.dispatcher import (
+    Dispatcher,
+    Ended,
+    Event,
+    GenerationRequest,
+    Paused,
+    Scored,
+    StepSummary,
+    WorkerProgress,
+)
+from megatron_rl.rollouts.jobs import GenerationJob
+from megatron_rl.rollouts.metrics import Clock
+from megatron_rl.rollouts.ownership import Ranks
+from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.runtime.display import Display
+from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.store_queue import StoreQueue
+from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.work import Request
+
+_TO_MAIN = "rank 0"
+_PROGRESS_EVERY_S = 1.0
+# A rank with nothing to do waits before the next look, twice as long each time, between these.
+_SHORTEST_PAUSE_S = 0.0005
+_LONGEST_PAUSE_S = 0.1
+
+
+@dataclass
+class Task:
+    """What a replica is to begin and to stop; at the end of a generation it stops everything.
+    ``level``: see ``GenerationBackend.pause``; None: as before."""
+
+    begin: list[GenerationRequest] = field(default_factory=list)
+    stop: list[Request] = field(default_factory=list)
+    is_end: bool = False
+    level: int | None = None
+
+
+class Replica:
+    """This rank's part of one generation: what runs here, and where its tokens go."""
+
+    def __init__(
+        self, engine: Generator, rewards: RewardThread, job: GenerationJob, team: tuple[int, int]
+    ) -> None:
+        """``team``: number of this rank among those of its replica, and how many they are."""
+        self.num_tokens = 0  # sampled, of all responses that are no longer running
+        self._engine = engine
+        self._rewards = rewards
+        self._job = job
+        self._number, self._num_ranks = team
+        self._num_ended = 0
+        self._running: dict[int, GenerationRequest] = {}  # by the engine's request id
+        self._said_progress = time.monotonic()
+        self._level: int | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    def apply(self, task: Task) -> None:
+        """Begins and stops."""
+        if task.level is not None:
+            self._level = task.level
+        stop = set(task.stop)
+        stopped = [
+            number
+            for number, wanted in self._running.items()
+            if task.is_end or wanted.request in stop
+        ]
+        self.num_tokens += self._engine.abort(stopped)
+        for number in stopped:
+            del self._running[number]
+        by_group: dict[int, list[GenerationRequest]] = defaultdict(list)
+        for wanted in task.begin:
+            by_group[wanted.request.group].append(wanted)
+        for group, of_group in by_group.items():
+            self._submit(group, of_group)
+
+    def _submit(self, group: int, of_group: Sequence[GenerationRequest]) -> None:
+        first = of_group[0]
+        prompt = self._job.prompt(group, first.visit)
+        sampling = self._job.sampling(first.step, prompt, first.request.version)
+        so_far = {}
+        for wanted in of_group:
+            there = self._job.store.so_far(wanted.request)
+            if there is not None:
+                so_far[wanted.request.response] = there.token_ids
+        responses = [wanted.request.response for wanted in of_group]
+        numbers = self._engine.submit(prompt, responses, sampling, so_far)
+        self._running.update(zip(numbers, of_group, strict=True))
+
+    def work(self) -> list[Event]:
+        """The engine works for a moment; what rank 0 is to hear of it from this rank."""
+        events: list[Event] = []
+        worker = worker_name(self._engine.replica)
+        for number, new in self._engine.poll() if self._running else ():
+            wanted = self._running.pop(number)
+            request = wanted.request
+            completion = self._job.store.add(request, new)
+            if self._num_ended % self._num_ranks == self._number:
+                prompt = self._job.prompt(request.group, wanted.visit)
+                self._rewards.give(request, prompt, completion)
+            self._num_ended += 1
+            self.num_tokens += len(new.token_ids)
+            if self._number == 0:
+                length = len(completion.token_ids)
+                facts = (length, completion.truncated, completion.spans)
+                events.append(Ended(worker, request, *facts))
+        paused = self._pause()
+        if self._number == 0:
+            events += [Paused(worker, request) for request in paused]
+        events += [Scored(one.request, score) for one, score in self._rewards.take()]
+        now = time.monotonic()
+        if self._number == 0 and (events or now > self._said_progress + _PROGRESS_EVERY_S):
+            self._said_progress = now
+            lengths = self._engine.running_lengths()
+            num_tokens = self.num_tokens + sum(lengths.values())
+            events.append(WorkerProgress(worker, num_tokens, max(lengths.values(), default=0)))
+        return events
+
+    def _pause(self) -> list[Request]:
+        """Ends what has come to the level of the step, and keeps its tokens."""
+        if self._level is None:
+            return []
+        lengths = self._engine.running_lengths()
+        numbers = [
+            number
+            for number, wanted in self._running.items()
+            if wanted.begin + lengths[number] >= self._level
+        ]
+        if not numbers:
+            return []
+        requests = [self._running.pop(number).request for number in numbers]
+        for request, new in zip(requests, self._engine.pause(numbers), strict=True):
+            self._job.store.add(request, new)
+            self.num_tokens += len(new.token_ids)
+        return requests
+
+
+class _Tasks:
+    """The backend of rank 0's dispatcher: collects what each replica is to do, and sends it."""
+
+    def __init__(self, queues: StoreQueue, leaders: Ranks) -> None:
+        self._queues = queues
+        self._leaders = leaders
+        self._tasks: dict[int, Task] = defaultdict(Task)
+
+    def submit(self, worker: str, wanted: GenerationRequest) -> None:
+        self._tasks[int(worker)].begin.append(wanted)
+
+    def abort(self, worker: str, request: Request) -> None:
+        self._tasks[int(worker)].stop.append(request)
+
+    def pause(self, level: int) -> None:
+        for replica in range(len(self._leaders)):
+            self._tasks[replica].level = level
+
+    def events(self) -> list[Event]:
+        return [event for events in self._queues.receive(_TO_MAIN) for event in events]
+
+    def holder(self, worker: str | None, group: int) -> int:
+        number = group % len(self._leaders) if worker is None else int(worker)
+        return int(self._leaders[number])
+
+    def send(self, *, is_end: bool) -> None:
+        """To every replica that has something to do; ``is_end``: that it is over."""
+        if is_end:
+            self._tasks = {number: Task(is_end=True) for number in range(len(self._leaders))}
+        for replica, task in self._tasks.items():
+            self._queues.send(_queue(replica), task)
+        self._tasks = defaultdict(Task)
+
+
+class LaunchBackend:
+    """Generations of a launch, one after the other; implements ``GenerationBackend`` by tasks that
+    rank 0 sends to replicas."""
+
+    def __init__(
+        self, engine: Generator, rewards: RewardThread, world: World, display: Display
+    ) -> None:
+        self._engine = engine
+        self._rewards = rewards
+        self._world = world
+        self._display = display
+        self._queues = StoreQueue(world)
+        self._ranks_per_replica = world.size // engine.num_replicas
+        self._team: Any = None  # of the ranks of a replica, made when it is needed first
+        self._tasks = _Tasks(self._queues, self.leaders)
+
+    @property
+    def leaders(self) -> Ranks:
+        """The first rank of each replica."""
+        return np.arange(0, self._world.size, self._ranks_per_replica)
+
+    @property
+    def leader(self) -> int:
+        """The first rank of this replica."""
+        return int(self.leaders[self._engine.replica])
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the engine samples with."""
+        return self._engine.weight_version
+
+    def dispatcher(self, job: GenerationJob, scheduler: Scheduler) -> Dispatcher:
+        """For rank 0. Its workers are the replicas."""
+        for replica in range(self._engine.num_replicas):
+            scheduler.join(worker_name(replica), self._engine.capacity, scheduler.version)
+        return Dispatcher(job, scheduler, self._tasks, self._rewards)
+
+    def run(
+        self, job: GenerationJob, dispatcher: Dispatcher | None, what: str, clock: Clock
+    ) -> StepSummary:
+        """Collective: until the next step of ``dispatcher`` (on rank 0) has its groups. The clock
+        counts as ``reward`` the time in which all is sampled and scores are waited for, which rank
+        0 knows, and as ``rollout`` the rest. ``what`` names this generation where its progress is
+        shown."""
+        world = self._world
+        number = world.rank - self.leader
+        replica = Replica(self._engine, self._rewards, job, (number, self._ranks_per_replica))
+        clock.add({"rollout": 0.0, "reward": 0.0})  # a metric of every step, also where it is 0
+        with self._display.phase(f"{what}: generating", announced=False):
+            self._generate(replica, dispatcher, what, clock)
+        self._rewards.forget()
+        with clock("rollout"):
+            sampled = world.all_gather(replica.num_tokens if number == 0 else 0)
+            summary = world.from_main(lambda: _taken(dispatcher, sum(sampled)))
+        if world.is_main:
+            self._queues.receive(_TO_MAIN)  # of responses that came too late to count
+        return summary
+
+    def _generate(
+        self, replica: Replica, dispatcher: Dispatcher | None, what: str, clock: Clock
+    ) -> None:
+        """One turn after the other, until rank 0 says that it is over."""
+        report = self._display.generating(what)
+        pause_s = _SHORTEST_PAUSE_S
+        is_over = False
+        while not is_over:
+            with clock("reward" if dispatcher and dispatcher.only_scores else "rollout"):
+                has_heard = False
+                if dispatcher is not None:
+                    has_heard = dispatcher.turn()
+                    self._tasks.send(is_end=dispatcher.is_ready)
+                    report(dispatcher.progress)
+                tasks = self._next_tasks()
+                for task in tasks:
+                    replica.apply(task)
+                is_over = any(task.is_end for task in tasks)
+                events = replica.work()
+                if events:
+                    self._queues.send(_TO_MAIN, events)
+                if has_heard or tasks or events or replica.is_busy:
+                    pause_s = _SHORTEST_PAUSE_S
+                elif self._world.rank == self.leader:  # the others wait for its broadcast
+                    time.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _next_tasks(self) -> list[Task]:
+        """What this replica is to do, in order: equal on all of its ranks."""
+        tasks: list[Task] = []
+        if self._world.rank == self.leader:
+            tasks = self._queues.receive(_queue(self._engine.replica))
+        if self._ranks_per_replica == 1:
+            return tasks
+        if self._team is None:
+            self._team = self._world.team(self._ranks_per_replica)
+        carried: list[Any] = [tasks]
+        dist.broadcast_object_list(carried, src=self.leader, group=self._team)
+        return carried[0]
+
+
+def _taken(dispatcher: Dispatcher | None, sampled_tokens: int) -> StepSummary:
+    assert dispatcher is not None, "rank 0 has it"
+    return dispatcher.take(sampled_tokens)
+
+
+def worker_name(replica: int) -> str:
+    return f"{replica:06d}"  # in the order of numbers
+
+
+def _queue(replica: int) -> str:
+    return f"replica {replica}"

@@ -1,0 +1,98 @@
+"""What rank 0's backend of servers is made of, and what it says to the main thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.runtime.registry import Registration
+from megatron_rl.scheduling.work import Request
+from megatron_rl.types import Completion, Image, Prompt, Sampling
+
+
+class Client(Protocol):
+    """Requests to one server; see ``engine.client.ServerClient``."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion: ...
+
+    async def generate_until(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        response: int,
+        so_far: Sequence[int],
+        is_enough: Callable[[int], bool],
+    ) -> tuple[Completion, bool]: ...
+
+    async def score(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[float]: ...
+
+    async def close(self) -> None: ...
+
+
+class ServerRegistry(Protocol):
+    """The servers that want to join; see ``runtime.registry.Registry``."""
+
+    def look(self) -> Mapping[str, Registration]: ...
+
+    def remove(self, name: str) -> None: ...
+
+
+class FleetEvent(NamedTuple):
+    """Why ``wait`` returns. ``servers``: URLs of those that are to get weights, by name;
+    ``version``: which weights; None: those that are published."""
+
+    kind: Literal["join", "starved"]
+    servers: Mapping[str, str] = {}
+    version: int | None = None
+
+
+class NoServerError(ConnectionError):
+    """No server is left."""
+
+
+class WeightVersionError(ValueError):
+    """A response was sampled with other weights than it was asked of."""
+
+
+def check_versions(request: Request, completion: Completion, *, exact: bool) -> None:
+    """``exact``: in lockstep. Raises WeightVersionError."""
+    versions = [span.version for span in completion.spans]
+    wrong = versions != [request.version] if exact else min(versions) < request.version
+    if wrong:
+        raise WeightVersionError(
+            f"a response that was to be sampled with weights version {request.version}"
+            f"{'' if exact else ' or newer'} comes from {versions}; another program may have"
+            " sent weights to a server of this run"
+        )
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """What the backend of servers is made of.
+
+    Attributes:
+        connect: A client for a URL.
+        lost: Which errors mean that a server is gone.
+        unreachable: Which of these, that it was gone before it was asked.
+        failed: Which of these, that it runs on, and failed at a request.
+        switch: Makes the server at a URL use a version that it has staged; raises ConnectionError
+            where it does not.
+        rewards: Makes the thread that scores responses; it is given what to call, in that thread,
+            when some are scored.
+        capacity: Requests that a server is sent at a time.
+        timeouts: How long one of them may take.
+        longest_response: In tokens.
+    """
+
+    connect: Callable[[str], Client]
+    lost: type[Exception]
+    unreachable: type[Exception]
+    failed: type[Exception]
+    switch: Callable[[str, int], None]
+    rewards: Callable[[Callable[[], None]], RewardThread]
+    capacity: int
+    timeouts: RequestTimeouts
+    longest_response: int

@@ -1,0 +1,102 @@
+"""Demonstrations: responses that come with a prompt, in its ``extra.given_responses``.
+
+They take the first places of the prompt's group, and the engine samples the others. From there on
+they are responses like all: rewarded, packed and scored by the policy. How likely their tokens were
+where they come from is unknown, so their sampler logprobs mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.types import Completion, Prompt
+
+KEY = "given_responses"
+DEMONSTRATED = -2  # in place of the weights that sampled a response
+Encode = Callable[[str], Sequence[int]]
+
+
+def encoder(encode: Encode, end: Sequence[int]) -> Encode:
+    """From the text of a response to its tokens, the first of ``end`` behind them."""
+    return lambda text: [*encode(text), *end[:1]]
+
+
+def check_demonstrations(
+    prompts: Iterable[Prompt], encode: Encode, num_responses: int, max_response_tokens: int
+) -> None:
+    """Raises ValueError where no prompt carries responses, or one carries what is none, too many
+    or too long ones."""
+    some = False
+    for prompt in prompts:
+        given = prompt.extra.get(KEY)
+        if given is None:
+            continue
+        some = True
+        if not _is_given(given):
+            raise ValueError(
+                f"prompt {prompt.uid}: extra.{KEY} = {given!r:.80}; give a list of texts, or of"
+                " lists of token ids, none of them empty"
+            )
+        if len(given) > num_responses:
+            raise ValueError(
+                f"prompt {prompt.uid}: extra.{KEY} has {len(given)} responses, but a group has"
+                f" {num_responses} (batch.responses_per_prompt); give at most so many"
+            )
+        longest = max(len(ids) for ids in _token_ids(given, encode))
+        if longest > max_response_tokens:
+            raise ValueError(
+                f"prompt {prompt.uid}: a response of extra.{KEY} has {longest} tokens, and"
+                f" rollout.max_response_tokens is {max_response_tokens}; drop it, or raise that"
+            )
+    if not some:
+        raise ValueError(
+            f"no prompt has extra.{KEY}, which the method trains on; add them to the data, or"
+            " choose another method"
+        )
+
+
+def without_demonstrations(prompt: Prompt) -> Prompt:
+    """To be answered by the engine alone."""
+    extra = {key: value for key, value in prompt.extra.items() if key != KEY}
+    return replace(prompt, extra=extra)
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """The first responses of a prompt's group, where the prompt brings them along."""
+
+    encode: Encode
+
+    def get(self, prompt: Prompt, response: int) -> Completion | None:
+        """Response number ``response``; None: the engine is to sample it."""
+        given = prompt.extra.get(KEY) or ()
+        if response >= len(given):
+            return None
+        (ids,) = _token_ids([given[response]], self.encode)
+        return Completion(ids, [0.0] * len(ids), False, DEMONSTRATED)
+
+
+def only(prompt: Prompt, response: int) -> Prompt:
+    """The prompt, for one response alone: with the demonstration of that number, if any."""
+    given = list(prompt.extra.get(KEY) or ())[response : response + 1]
+    bare = without_demonstrations(prompt)
+    return replace(bare, extra={**bare.extra, KEY: given}) if given else bare
+
+
+def _is_given(given: Any) -> bool:
+    return isinstance(given, list | tuple) and bool(given) and all(map(_is_response, given))
+
+
+def _is_response(response: Any) -> bool:
+    if isinstance(response, str):
+        return bool(response)
+    if not isinstance(response, list | tuple) or not response:
+        return False
+    return all(type(token) is int and token >= 0 for token in response)
+
+
+def _token_ids(given: Sequence[Any], encode: Encode) -> list[list[int]]:
+    """Token ids are taken as they are."""
+    return [list(encode(each) if isinstance(each, str) else each) for each in given]

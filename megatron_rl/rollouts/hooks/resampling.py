@@ -1,0 +1,287 @@
+"""Sampling hooks: which prompts a step asks the engine again, and at which temperature.
+
+What holds whatever a hook does:
+
+- Every rank calls it with the same scored groups, in canonical order, behind dynamic sampling and
+  before the rollout hooks that are functions. It decides from its arguments and its state alone, so
+  that no message is needed and ranks agree. Groups that dynamic sampling refused are no part of the
+  step: it is told their scores by ``observe``.
+- Its state belongs to the checkpoint.
+- Hooks run in the order of the configuration, each on what the one before left. One that asks is
+  called again with the answers, until it asks no more.
+- What is asked is sampled by the newest weights. Evaluation is not hooked.
+- A prompt's temperature is that of the hooks when its weights were published: a server that is
+  ``source.staleness`` updates behind does not know of later steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from megatron_rl.config.hooks import ROLLOUT_HOOKS
+from megatron_rl.data.token_rows import TokenRows
+from megatron_rl.knobs import Named, register_piece
+from megatron_rl.rollouts import demonstrations
+from megatron_rl.rollouts.experience import Experience, Responses
+from megatron_rl.rollouts.metrics import Clock
+from megatron_rl.types import Prompt, Sampling, Score
+
+# Of one hook in one step: more is a hook that does not come to an end.
+_MOST_ROUNDS = 64
+
+
+class ScoredGroup(NamedTuple):
+    """A prompt and the verdicts on its responses."""
+
+    prompt: Prompt
+    scores: Sequence[Score]
+
+    @property
+    def num_correct(self) -> int:
+        return sum(score.correct for score in self.scores)
+
+
+class Ask(NamedTuple):
+    """``num_responses`` more are wanted to ``prompt``. They join the group ``into`` (its number
+    among those that the hook was given); None: they are a group of their own, behind all others."""
+
+    prompt: Prompt
+    num_responses: int
+    into: int | None = None
+
+
+@dataclass(frozen=True)
+class Resample:
+    """What a hook wants; ``keep``: a flag for each group, None for all. Groups are dropped after
+    the answers have joined them.
+
+    Example: two more responses to the first of two groups, and the second leaves:
+    ``Resample(asks=[Ask(groups[0].prompt, 2, into=0)], keep=[True, False])``.
+    """
+
+    asks: Sequence[Ask] = ()
+    keep: Sequence[bool] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as hook/<its name>/<key>
+
+
+class SamplingHook(Protocol):
+    """See the head of this file."""
+
+    def temperature(self, prompt: Prompt, plain: float) -> float:
+        """At which a prompt is sampled in the first place; ``plain``: without this hook."""
+
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """Groups of the step that dynamic sampling refused, before ``resample``."""
+
+    def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
+        """``turn``: 0, then one more for each time that it has asked."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+
+    def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+        """The inverse. ``prompts``: those of the training data."""
+
+
+_makers: dict[str, Callable[..., SamplingHook]] = {}
+
+
+def register_sampling_hook(
+    name: str, *, changes_temperature: bool = False
+) -> Callable[[Callable[..., SamplingHook]], Callable[..., SamplingHook]]:
+    """``f(*, knobs)`` returns a ``SamplingHook``; a run names it, ``rollout_hooks.<name>={}``.
+
+    Args:
+        changes_temperature: whether some responses are sampled at another one than the policy is
+            trained at, so that a run needs importance weights.
+
+    Raises:
+        RegistrationError: the name is taken, or a knob has no type.
+    """
+
+    def register(maker: Callable[..., SamplingHook]) -> Callable[..., SamplingHook]:
+        piece = register_piece(ROLLOUT_HOOKS, name, maker, ())
+        piece.resamples = True
+        piece.changes_temperature = changes_temperature
+        _makers[name] = maker
+        return maker
+
+    return register
+
+
+class Sampler(Protocol):
+    """What answers prompts in the middle of a step."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
+    ) -> Responses:
+        """Collective; see ``rollouts.Engines``."""
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """``dropped_tokens``: of the groups that have left."""
+
+    responses: Responses
+    metrics: Mapping[str, float]
+    dropped_tokens: int
+
+    def apply_to(self, experience: Experience) -> Experience:
+        """With what sampling hooks have dropped, and their metrics."""
+        return replace(
+            experience,
+            unused_tokens=experience.unused_tokens + self.dropped_tokens,
+            hook_metrics={**self.metrics, **experience.hook_metrics},
+        )
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """The sampling hooks of a run. ``prompts``: all that may be asked again."""
+
+    hooks: Mapping[str, SamplingHook]
+    prompts: Sequence[Prompt]
+
+    def as_they_are(self) -> Resampling:
+        """With what the hooks remember now, whatever they learn later."""
+        return replace(self, hooks={name: deepcopy(hook) for name, hook in self.hooks.items()})
+
+    def sampling_of(self, prompt: Prompt, plain: Sampling) -> Sampling:
+        """How a prompt is sampled in the first place; ``plain``: without hooks."""
+        temperature = plain.temperature
+        for hook in self.hooks.values():
+            temperature = hook.temperature(prompt, temperature)
+        return replace(plain, temperature=temperature)
+
+    def run(
+        self,
+        sampler: Sampler,
+        step: int,
+        sampling: Sampling,
+        responses: Responses,
+        clock: Clock,
+        refused: Sequence[ScoredGroup] = (),
+    ) -> Resampled:
+        """Collective. ``sampling``: of the step, without what hooks change for single prompts; what
+        is asked has the seeds behind its own. ``refused``: by dynamic sampling.
+
+        Raises:
+            ValueError: a hook dropped every group, or asked without end.
+        """
+        metrics: dict[str, float] = {}
+        assert sampling.seed is not None
+        dropped_tokens = 0
+        num_asked = 0
+        for name, hook in self.hooks.items():
+            hook.observe(step, refused)
+            for turn in range(_MOST_ROUNDS):
+                wanted = hook.resample(step, turn, scored_groups(responses))
+                metrics |= {f"hook/{name}/{key}": value for key, value in wanted.metrics.items()}
+                num_groups = responses.num_groups
+                if wanted.asks:
+                    num_asked += 1
+                    seed = (sampling.seed + num_asked) % 2**32
+                    single = replace(sampling, num_responses=1, seed=seed)
+                    singles, groups = _singles(wanted.asks, num_groups)
+                    more = sampler.generate(singles, single, "asking again", clock)
+                    prompts = [ask.prompt for ask in wanted.asks for _ in range(ask.num_responses)]
+                    responses = merged(responses, replace(more, prompts=prompts), groups)
+                keep = np.ones(responses.num_groups, dtype=bool)
+                # The hook has spoken of the groups that it saw; those that were asked for stay.
+                keep[:num_groups] = True if wanted.keep is None else wanted.keep
+                rows = keep[responses.group_ids]
+                dropped_tokens += int(responses.lengths[~rows].sum())
+                responses = responses.take(np.flatnonzero(rows))
+                if not len(responses):
+                    raise ValueError(f"rollout hook {name}: dropped every group of step {step}")
+                if not wanted.asks:
+                    break
+            else:
+                raise ValueError(f"rollout hook {name}: asked {_MOST_ROUNDS} times in step {step}")
+        return Resampled(responses, metrics, dropped_tokens)
+
+    def state(self) -> dict[str, Any]:
+        return {name: hook.state() for name, hook in self.hooks.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """A hook that the run before had not begins anew."""
+        for name, hook in self.hooks.items():
+            if name in state:
+                hook.restore(state[name], self.prompts)
+
+
+def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Resampling | None:
+    """``chosen``: the hooks of a run; None where none of them asks the engine."""
+    hooks = {
+        name: _makers[name](**piece.knobs) for name, piece in chosen.items() if piece.resamples
+    }
+    return Resampling(hooks, prompts) if hooks else None
+
+
+def _singles(
+    asks: Sequence[Ask], num_groups: int
+) -> tuple[list[Prompt], Int[np.ndarray, " responses"]]:
+    """Each response is sampled alone, under a uid of its own, so that all of them are one
+    generation; with the group that it joins. ``num_groups``: that are there. A group of its own has
+    the demonstrations of its prompt; one that grows has them already."""
+    singles: list[Prompt] = []
+    groups: list[int] = []
+    next_group = num_groups
+    for ask in asks:
+        group = next_group if ask.into is None else ask.into
+        next_group += ask.into is None
+        for number in range(ask.num_responses):
+            bare = demonstrations.without_demonstrations(ask.prompt)
+            prompt = demonstrations.only(ask.prompt, number) if ask.into is None else bare
+            singles.append(replace(prompt, uid=f"{prompt.uid}/{len(singles)}"))
+            groups.append(group)
+    return singles, np.array(groups)
+
+
+def scored_groups(responses: Responses) -> list[ScoredGroup]:
+    """What every rank knows of a step."""
+    groups: list[ScoredGroup] = []
+    for prompt, group, score in zip(
+        responses.prompts, responses.group_ids.tolist(), responses.scores, strict=True
+    ):
+        if group == len(groups):
+            groups.append(ScoredGroup(prompt, []))
+        groups[group] = ScoredGroup(groups[group].prompt, [*groups[group].scores, score])
+    return groups
+
+
+def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) -> Responses:
+    """Both, in canonical order. ``groups``: of each row of ``more`` the group that it joins, behind
+    the rows that are there.
+
+    Example: groups 0 0 1 1 and two rows more for 0 and 2 are the groups 0 0 0 1 1 2.
+    """
+    behind = len(first)
+    columns = {
+        name: np.concatenate([values, more.tokens.columns[name]])
+        for name, values in first.tokens.columns.items()
+    }
+    tokens = TokenRows(
+        np.concatenate([first.tokens.rows, more.tokens.rows + behind]),
+        np.concatenate([first.tokens.lengths, more.tokens.lengths]),
+        columns,
+    )
+    group_ids = np.concatenate([first.group_ids, groups])
+    together = Responses(
+        prompts=[*first.prompts, *more.prompts],
+        group_ids=group_ids,
+        lengths=np.concatenate([first.lengths, more.lengths]),
+        truncated=np.concatenate([first.truncated, more.truncated]),
+        weight_versions=np.concatenate([first.weight_versions, more.weight_versions]),
+        scores=[*first.scores, *more.scores],
+        tokens=tokens,
+        holders=np.concatenate([first.holders, more.holders]),
+    )
+    ordered = together.take(np.argsort(group_ids, kind="stable"))
+    return replace(ordered, tokens=ordered.tokens.take(np.sort(ordered.tokens.rows)))

@@ -1,0 +1,197 @@
+"""The sampling hooks of the package: vcrl, dars, erpo. ``examples/plugins/sampling_hooks.md`` says
+what of them no public source pins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from megatron_rl.data.loader import first_uid
+from megatron_rl.rollouts.hooks.resampling import (
+    Ask,
+    Resample,
+    SamplingHook,
+    ScoredGroup,
+    register_sampling_hook,
+)
+from megatron_rl.types import Prompt
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0.01)]
+
+
+def relative_variance(group: ScoredGroup) -> float:
+    """p = s^2 / s^2_max of the verdicts, by the sample variance: k (G - k) over its largest value.
+
+    Example: 1 of 4 is right: 3 / 4.
+    """
+    size = len(group.scores)
+    half = size // 2
+    return group.num_correct * (size - group.num_correct) / max(1, half * (size - half))
+
+
+@dataclass
+class Vcrl:
+    """Groups whose verdicts vary little leave the step; prompts whose verdicts varied much in
+    earlier steps are sampled again in their place. Source: arXiv 2509.19803."""
+
+    kappa: float
+    later_kappa: float
+    later_from: int
+    momentum: float
+    capacity: int
+    bank: dict[str, tuple[float, Prompt]] = field(default_factory=dict)  # uid -> priority, prompt
+    _asked: set[str] = field(default_factory=set)
+
+    def temperature(self, prompt: Prompt, plain: float) -> float:
+        return plain
+
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """What is out of the step is not repeated."""
+
+    def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
+        if turn:
+            again = [group for group in groups if group.prompt.uid in self._asked]
+            self._note(again)
+            mean = sum(map(relative_variance, again)) / len(again)
+            return Resample(metrics={"replayed_variance_mean": mean})
+        variances = [relative_variance(group) for group in groups]
+        kappa = self.kappa if step < self.later_from else self.later_kappa
+        keep = [variance >= kappa for variance in variances]
+        here = {group.prompt.uid for group in groups}
+        others = [(-priority, uid) for uid, (priority, _) in self.bank.items() if uid not in here]
+        chosen = [uid for _, uid in sorted(others)[: keep.count(False)]]
+        if not any(keep) and not chosen:  # a step has at least one group
+            keep[variances.index(max(variances))] = True
+        self._asked = set(chosen)
+        self._note([group for group, kept in zip(groups, keep, strict=True) if kept])
+        asks = [Ask(self.bank[uid][1], len(groups[0].scores)) for uid in chosen]
+        metrics = {
+            "variance_mean": sum(variances) / len(variances),
+            "refused_groups": keep.count(False),
+            "replayed_groups": len(asks),
+            "bank_prompts": len(self.bank),
+        }
+        return Resample(asks, keep, metrics)
+
+    def _note(self, groups: Sequence[ScoredGroup]) -> None:
+        for group in groups:
+            priority = relative_variance(group)
+            uid = group.prompt.uid
+            if uid in self.bank:
+                before = self.bank[uid][0]
+                priority = self.momentum * before + (1 - self.momentum) * priority
+            self.bank[uid] = (priority, group.prompt)
+        best = sorted(self.bank, key=lambda uid: (-self.bank[uid][0], uid))
+        for uid in best[self.capacity :]:
+            if uid not in self._asked:
+                del self.bank[uid]
+
+    def state(self) -> dict[str, Any]:
+        return {"bank": {uid: priority for uid, (priority, _) in self.bank.items()}}
+
+    def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+        wanted = {first_uid(uid) for uid in state["bank"]} | state["bank"].keys()
+        known = {prompt.uid: prompt for prompt in prompts if prompt.uid in wanted}
+        self.bank = {}
+        for uid, priority in state["bank"].items():
+            prompt = known.get(uid) or known[first_uid(uid)]
+            self.bank[uid] = (priority, replace(prompt, uid=uid))
+
+
+@register_sampling_hook("vcrl")
+def vcrl(
+    *,
+    kappa: Share = 0.3,
+    later_kappa: Share = 0.8,
+    later_from: Count = 20,
+    momentum: Share = 0.9,
+    capacity: Count = 1024,
+) -> SamplingHook:
+    """``later_kappa`` takes the place of ``kappa`` from step ``later_from`` on."""
+    return Vcrl(kappa, later_kappa, later_from, momentum, capacity)
+
+
+@dataclass
+class Dars:
+    """Prompts with fewer than ``target`` right answers get ``extra`` more responses at a time,
+    until they have them, or ``max_responses`` in all. Source: arXiv 2508.13755."""
+
+    target: int
+    extra: int
+    max_responses: int
+
+    def temperature(self, prompt: Prompt, plain: float) -> float:
+        return plain
+
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """What is out of the step is not repeated."""
+
+    def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
+        asks = []
+        for number, group in enumerate(groups):
+            room = min(self.extra, self.max_responses - len(group.scores))
+            if group.num_correct < self.target and room > 0:
+                asks.append(Ask(group.prompt, room, into=number))
+        short = sum(group.num_correct < self.target for group in groups)
+        metrics: dict[str, float] = {"rounds": turn, "short_groups": short}
+        if turn == 0:
+            metrics["hard_groups"] = short
+        return Resample(asks, metrics=metrics)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+        """Nothing is remembered."""
+
+
+@register_sampling_hook("dars")
+def dars(*, target: Count = 2, extra: Count = 8, max_responses: Count = 32) -> SamplingHook:
+    return Dars(target, extra, max_responses)
+
+
+@dataclass
+class Erpo:
+    """A prompt whose responses were all right is sampled at a higher temperature when it comes
+    again, by ``increase`` for each such visit in a row. Source: arXiv 2511.04800."""
+
+    increase: float
+    highest: float
+    visits: dict[str, int] = field(default_factory=dict)  # in a row that were all right, by uid
+    _refused: Sequence[ScoredGroup] = ()
+
+    def temperature(self, prompt: Prompt, plain: float) -> float:
+        in_a_row = self.visits.get(prompt.uid, 0)
+        return max(plain, min(self.highest, plain + in_a_row * self.increase))
+
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """Under dynamic sampling these are the groups that were all right."""
+        self._refused = refused
+
+    def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
+        num_hot = sum(group.prompt.uid in self.visits for group in groups)
+        num_residual = 0
+        for group in (*groups, *self._refused):
+            uid = group.prompt.uid
+            if group.num_correct == len(group.scores):
+                self.visits[uid] = self.visits.get(uid, 0) + 1
+                num_residual += 1
+            else:
+                self.visits.pop(uid, None)
+        return Resample(metrics={"residual_groups": num_residual, "hot_groups": num_hot})
+
+    def state(self) -> dict[str, Any]:
+        return {"visits": dict(self.visits)}
+
+    def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+        self.visits = dict(state["visits"])
+
+
+@register_sampling_hook("erpo", changes_temperature=True)
+def erpo(*, increase: Temperature = 0.1, highest: Temperature = 1.5) -> SamplingHook:
+    return Erpo(increase, highest)

@@ -1,0 +1,79 @@
+"""What follows when the responses of a step are there, wherever they come from: hooks, the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from megatron_rl.data.token_rows import RowNumbers
+from megatron_rl.rollouts.experience import Experience, Groups, Response, Responses, experience_of
+from megatron_rl.rollouts.hooks.rollout_hooks import RolloutEdit, edited_responses
+from megatron_rl.rollouts.metrics import Clock
+
+# Between scoring and credit: what of the groups of a step is changed, see
+# ``rollouts/hooks/rollout_hooks.py``. They are given on rank 0; the answer is equal on every rank.
+AfterScoring = Callable[[int, Groups | None], RolloutEdit]
+# Told some responses of a step, on rank 0.
+LogSamples = Callable[[int, Sequence[Response]], None]
+# Some rows as whole responses, on rank 0; see ``exchange.on_main``.
+ShowRows = Callable[[Responses, RowNumbers], list[Response] | None]
+
+
+def not_logged(step: int, responses: Sequence[Response]) -> None:
+    """The ``LogSamples`` of a run that logs none."""
+
+
+@dataclass(frozen=True)
+class PostRollout:
+    """``shown``: some responses whole, on rank 0; ``num_samples``: to log of a step."""
+
+    shown: ShowRows
+    after_scoring: AfterScoring | None = None
+    log_samples: LogSamples = not_logged
+    num_samples: int = 0
+
+    def __call__(self, step: int, responses: Responses, clock: Clock) -> Experience:
+        """Collective. Raises ValueError when a rollout hook failed."""
+        metrics: Mapping[str, float] = {}
+        if self.after_scoring is not None:
+            with clock("reward"):
+                everything = self.shown(responses, range(len(responses)))
+                groups = None if everything is None else grouped(everything, responses)
+                edit = self.after_scoring(step, groups)
+                responses = edited_responses(responses, edit)
+                metrics = edit.metrics
+        self.log(step, responses)
+        experience = experience_of(responses)
+        return replace(experience, hook_metrics=metrics, seconds=clock.seconds)
+
+    def log(self, step: int, responses: Responses) -> None:
+        """Collective."""
+        if not self.num_samples:
+            return
+        uids = [prompt.uid for prompt in responses.prompts]
+        shown = self.shown(responses, of_different_prompts(uids, self.num_samples))
+        if shown is not None:
+            self.log_samples(step, shown)
+
+
+def of_different_prompts(uids: Sequence[str], count: int) -> list[int]:
+    """Row numbers: the first response of each of the first prompts; then the second of each, and so
+    on. ``uids``: of the prompt of each row.
+
+    Example: rows of prompts a a a b b b, ``count=3``: 0 3 1.
+    """
+    by_prompt: dict[str, list[int]] = {}
+    for row, uid in enumerate(uids):
+        by_prompt.setdefault(uid, []).append(row)
+    turns = zip_longest(*by_prompt.values())
+    in_turn = [row for turn in turns for row in turn if row is not None]
+    return in_turn[:count]
+
+
+def grouped(everything: Sequence[Response], responses: Responses) -> Groups:
+    """All of ``responses`` as they were made whole, by group."""
+    groups: list[list[Response]] = [[] for _ in range(responses.num_groups)]
+    for response, group in zip(everything, responses.group_ids.tolist(), strict=True):
+        groups[group].append(response)
+    return groups

@@ -1,0 +1,137 @@
+"""How a response is sampled: one function of its step, its prompt and the version of the weights,
+wherever and whenever it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.config.schema import Config
+from megatron_rl.rollouts.experience import Responses
+from megatron_rl.rollouts.hooks.resampling import Resampled, Resampling, Sampler, ScoredGroup
+from megatron_rl.rollouts.metrics import Clock
+from megatron_rl.types import Prompt, Sampling
+
+
+class SamplingPlan:
+    """The sampling of a run. Response j to a prompt is a function of what this gives, the uid of
+    the prompt and j, and of the weights: for every backend, and for a response that continues in a
+    later step, which is sampled as that step says.
+
+    A hook may change the temperature of a prompt, by what it knows when weights are published.
+    """
+
+    def __init__(
+        self,
+        plain: Sampling,
+        seed: int,
+        *,
+        response_limit: Callable[[int], int] | None = None,
+        hooks: Resampling | None = None,
+        staleness: int = 0,
+    ) -> None:
+        """
+        Args:
+            plain: that of a training step, without its seed.
+            seed: of the run.
+            response_limit: tokens, by step; None: that of ``plain``.
+            hooks: the sampling hooks of the run, if any.
+            staleness: most updates between the newest weights and those that sample.
+        """
+        self._plain = plain
+        self._seed = seed
+        self._response_limit = response_limit
+        self._hooks = hooks
+        self._staleness = staleness
+        self._by_version: dict[int, Resampling] = {}
+
+    def published(self, version: int) -> None:
+        """Those weights exist; what hooks knew then is kept as long as they may be wanted."""
+        if self._hooks is None or version in self._by_version:
+            return
+        self._by_version[version] = self._hooks.as_they_are()
+        oldest = version - self._staleness
+        for past in [one for one in self._by_version if one < oldest]:
+            del self._by_version[past]
+
+    def __call__(self, step: int, prompt: Prompt, version: int) -> Sampling:
+        """``step``: counted from 1."""
+        sampling = self.of_step(step)
+        if self._hooks is None:
+            return sampling
+        return self._by_version[version].sampling_of(prompt, sampling)
+
+    def of_step(self, step: int) -> Sampling:
+        """Without what hooks change for single prompts."""
+        plain = self._plain
+        if plain.annealing is not None:
+            plain = replace(plain, annealing=plain.annealing.at(step))
+        if self._response_limit is not None:
+            plain = replace(plain, max_response_tokens=self._response_limit(step))
+        return replace(plain, seed=sampling_seed(self._seed, step))
+
+    def ask_again(
+        self,
+        sampler: Sampler,
+        step: int,
+        responses: Responses,
+        clock: Clock,
+        refused: Sequence[ScoredGroup],
+    ) -> Resampled | None:
+        """Collective. What hooks make of the responses of a step, and of the groups that dynamic
+        sampling refused; None where there are no hooks."""
+        if self._hooks is None:
+            return None
+        return self._hooks.run(sampler, step, self.of_step(step), responses, clock, refused)
+
+    def state(self) -> dict[str, Any]:
+        """What hooks remember, for a checkpoint."""
+        return {} if self._hooks is None else {"hooks": self._hooks.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        if self._hooks is not None:
+            self._hooks.restore(state.get("hooks", {}))
+
+
+def sampling_seed(seed: int, step: int) -> int:
+    """A distinct seed for each step (32 bits); evaluation uses step 0 only."""
+    return (seed * 1_000_003 + step * 1_009) % 2**32
+
+
+def rollout_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
+    """How a training step samples."""
+    rollout = config.rollout
+    return Sampling(
+        num_responses=config.batch.responses_per_prompt,
+        max_response_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=stop_ids,
+        stop=rollout.stop,
+        annealing=rollout.anneal.schedule,
+    )
+
+
+def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
+    """The same seed at every evaluation: two evaluations of the same weights give the same
+    answers."""
+    evaluation = config.evaluation
+    return Sampling(
+        num_responses=evaluation.responses_per_prompt,
+        max_response_tokens=config.rollout.max_response_tokens,
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        seed=sampling_seed(config.seed, 0),
+        stop_token_ids=stop_ids,
+        stop=config.rollout.stop,
+    )
+
+
+def stop_token_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Token ids that end a response, from ``eos_token_id`` of a tokenizer."""
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)

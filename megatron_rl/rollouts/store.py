@@ -1,0 +1,183 @@
+"""The tokens of responses that no step has trained, on the rank that has them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_rl.scheduling.end_of_step import StepGroups
+from megatron_rl.scheduling.work import Request
+from megatron_rl.types import Completion, Score, VersionSpan
+
+Place = tuple[int, int]  # a group and a response of it
+Carried = list[tuple[Place, Completion]]
+
+
+class ResponseStore:
+    """Completions by group and response: those from earlier steps, and what this step has got.
+
+    Where responses continue in the next step and ranks have engines, the former are equal on every
+    rank, so that any replica can continue any response and a checkpoint is asked of no other rank.
+    That takes 8 bytes of host memory a token.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Place, Completion] = {}
+        self._new: dict[Place, Completion] = {}
+
+    def so_far(self, request: Request) -> Completion | None:
+        """What a response had at the start of the step."""
+        return self._held.get((request.group, request.response))
+
+    def length(self, request: Request) -> int:
+        """Tokens of the same."""
+        there = self.so_far(request)
+        return 0 if there is None else len(there.token_ids)
+
+    def add(self, request: Request, more: Completion) -> Completion:
+        """What a response has got since the start of the step; returns all of it."""
+        whole = joined(self.so_far(request), more)
+        self._new[request.group, request.response] = whole
+        return whole
+
+    def get(self, place: Place) -> Completion | None:
+        """All that is there of a response."""
+        return self._new.get(place) or self._held.get(place)
+
+    def forget(self, groups: Iterable[int]) -> None:
+        """Nothing of these groups is needed any more."""
+        gone = set(groups)
+        for of_time in (self._held, self._new):
+            for place in [place for place in of_time if place[0] in gone]:
+                del of_time[place]
+
+    def unfinished(self, groups: StepGroups, ended: Container[Place]) -> Carried:
+        """What the next step begins with of the groups that stay open: their new tokens up to the
+        ``limits`` of the step; those that have ``ended`` within them are whole."""
+        gone = {*groups.groups, *groups.refused}
+        limits = {group: limit for group, limit in groups.limits.items() if group not in gone}
+        found = []
+        for place, completion in self._new.items():
+            if place[0] in limits:
+                if place not in ended:
+                    there = self._held.get(place)
+                    length = 0 if there is None else len(there.token_ids)
+                    completion = cut(completion, length + limits[place[0]])
+                if completion.token_ids:
+                    found.append((place, completion))
+        return found
+
+    def begin_step(self, carried: Carried) -> None:
+        """What has ended or was paused is from an earlier step from now on."""
+        for place, completion in carried:
+            self._held[place] = completion
+            self._new.pop(place, None)
+
+    def clear_new(self) -> None:
+        """Drops what this step has got and no step needs."""
+        self._new = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """From earlier steps."""
+        return sum(len(completion.token_ids) for completion in self._held.values())
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: tensors and plain values."""
+        return {"held": _saved_places(self._held), "new": _saved_places(self._new)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self._held = _restored_places(state["held"])
+        self._new = _restored_places(state["new"])
+
+    def places(self) -> list[tuple[Place, Completion, bool]]:
+        """All that is there; whether it is from an earlier step."""
+        held = [(place, one, True) for place, one in self._held.items() if place not in self._new]
+        return [*held, *((place, one, False) for place, one in self._new.items())]
+
+
+def joined(first: Completion | None, more: Completion) -> Completion:
+    """What a response had, and what it has got since.
+
+    Example: two tokens of version 3 and one of version 4 have the spans
+    ``(VersionSpan(3, end=2), VersionSpan(4, end=3))``.
+    """
+    if first is None:
+        return more
+    if not more.token_ids:
+        return replace(first, truncated=more.truncated)
+    behind = len(first.token_ids)
+    later = [VersionSpan(span.version, behind + span.end) for span in more.spans]
+    return Completion(
+        array("i", first.token_ids) + array("i", more.token_ids),
+        array("f", first.sampler_logprobs) + array("f", more.sampler_logprobs),
+        more.truncated,
+        first.weight_version,
+        (*first.spans, *later),
+    )
+
+
+def cut(completion: Completion, length: int) -> Completion:
+    """Its first tokens, as of a response that has not ended. Example: of 5 tokens of version 3 and
+    2 of version 4, cut to 6, the spans are ``(VersionSpan(3, 5), VersionSpan(4, 6))``."""
+    ends = [0, *(span.end for span in completion.spans)]
+    spans = tuple(
+        VersionSpan(span.version, min(span.end, length))
+        for span, start in zip(completion.spans, ends, strict=False)
+        if start < length
+    )
+    return Completion(
+        completion.token_ids[:length],
+        completion.sampler_logprobs[:length],
+        False,
+        completion.weight_version,
+        spans,
+    )
+
+
+def _saved_places(completions: Mapping[Place, Completion]) -> list[dict[str, Any]]:
+    return [
+        {"group": group, "response": response, **saved_completion(completion)}
+        for (group, response), completion in sorted(completions.items(), key=lambda pair: pair[0])
+    ]
+
+
+def _restored_places(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
+    return {(one["group"], one["response"]): restored_completion(one) for one in saved}
+
+
+def saved_completion(completion: Completion) -> dict[str, Any]:
+    """For a checkpoint: tensors and plain values."""
+    return {
+        "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
+        "sampler_logprobs": torch.tensor(completion.sampler_logprobs, dtype=torch.float32),
+        "truncated": completion.truncated,
+        "weight_version": completion.weight_version,
+        "spans": [list(span) for span in completion.spans],
+    }
+
+
+def restored_completion(state: Mapping[str, Any]) -> Completion:
+    """The inverse of ``saved_completion``."""
+    return Completion(
+        array("i", state["token_ids"].tolist()),
+        array("f", state["sampler_logprobs"].tolist()),
+        state["truncated"],
+        state["weight_version"],
+        tuple(VersionSpan(*span) for span in state["spans"]),
+    )
+
+
+def saved_score(score: Score) -> dict[str, Any]:
+    """For a checkpoint: plain values."""
+    return {**vars(score), "parts": dict(score.parts)}
+
+
+def restored_score(state: Mapping[str, Any]) -> Score:
+    """The inverse of ``saved_score``."""
+    return Score(**state)

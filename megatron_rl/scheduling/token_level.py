@@ -1,0 +1,381 @@
+"""Partial rollouts: a step ends when enough groups are whole; the other responses continue in the
+next step with their tokens, sampled by its weights.
+
+When that is must not depend on timing. So a step ends at a *level*, a number of tokens that each
+response gets in it, and not at a moment: at the least level at which ``groups_per_step`` = P groups
+are whole. Who is ahead of it waits, and what was sampled beyond it is thrown away. It follows from
+lengths alone::
+
+    level of a group in a step: most tokens that one of its responses still takes to its end
+    level of the step: the P-th smallest level of its groups, but at least that of every group
+                       that is ``max_age`` steps old
+    the step trains the first P groups whose level is not above it, in the order in which they were
+    begun, those of one step in prompt order
+
+Under dynamic sampling only wanted groups count towards P. A group that is refused at level l is
+replaced in its slot: the new one begins at l, and l counts into its level. So the F slots are F
+clocks that run alike, and what has happened by a level follows from lengths and verdicts; which
+prompt takes whose place, too: the r-th replacement in slot i is prompt r F + i of the step's new
+ones. A prompt that was not begun by the level of the step is among the first new ones of the next.
+
+As groups come to their ends the bound that is known falls, and ``level`` says it: a response that
+has got so many tokens in this step need not go on. The bound is the level when nothing runs below
+it. A level can be 0: where enough groups became whole with the level of the step before.
+
+Invariants, checked after random events: a group is trained once, whole, and no later than
+``max_age`` steps after the one it was begun in; groups and levels are those of a plain computation
+from lengths and verdicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_rl.scheduling.end_of_step import Admission, StepGroups
+from megatron_rl.scheduling.work import Request
+
+
+@dataclass(frozen=True)
+class PartialRules:
+    """What a run with partial rollouts trains on.
+
+    Attributes:
+        groups_in_flight: Groups that are open at the start of a step, between P and 2 P, so that
+            those of one age fit into a step.
+        max_age: Most steps between the one that begins a group and the one that trains it.
+        max_rounds: Under dynamic sampling: groups that one slot may look at in a step; then the
+            step trains what was found. None: every group is wanted.
+        staleness: Updates between the weights that sample a step and those that are trained in it.
+
+    Example: ``PartialRules(groups_per_step=128, responses_per_group=8, groups_in_flight=160,
+    max_age=3)``.
+    """
+
+    groups_per_step: int
+    responses_per_group: int
+    groups_in_flight: int
+    max_age: int
+    max_rounds: int | None = None
+    staleness: int = 0
+    lockstep: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.groups_per_step <= self.groups_in_flight <= 2 * self.groups_per_step
+        assert self.max_age >= 1
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.max_rounds is not None
+
+    def version_of(self, step: int) -> int:
+        """The weights that sample for ``step``, counted from 0 in updates."""
+        return max(0, step - self.staleness)
+
+    def end_of_step(self, step: int, start: int, version: int) -> TokenLevel:
+        """The strategy, at the beginning of ``step``."""
+        return TokenLevel(self, step, start, version)
+
+
+@dataclass
+class OpenGroup:
+    """A group that no step has trained.
+
+    Attributes:
+        slot: Its place among the groups in flight.
+        number_in_slot: Groups that the slot had before it in this step.
+        begin: The level of the step at which it was begun; 0 where it was open at the start.
+        ends: Of each response that has ended, the tokens that it got in this step; 0 where it
+            ended before.
+        wanted: The verdict; None: not known.
+    """
+
+    first_step: int
+    slot: int = 0
+    number_in_slot: int = 0
+    begin: int = 0
+    ends: dict[int, int] = field(default_factory=dict)
+    wanted: bool | None = None
+
+    @property
+    def level(self) -> int:
+        """Of a group that is whole. One that takes another's place takes a token at least: what
+        begins at the level of a step is then not of this step."""
+        return self.begin + max([min(1, self.number_in_slot), *self.ends.values()])
+
+
+class TokenLevel:
+    """Implements ``EndOfStep``; see the head of this file."""
+
+    def __init__(self, rules: PartialRules, step: int, start: int, version: int) -> None:
+        self.rules = rules
+        self._step = step
+        self._version = version
+        self._groups: dict[int, OpenGroup] = {}
+        self._next = start  # no prompt from here on was ever given to a slot
+        self._gaps: list[int] = []  # those before it that were not begun, ascending
+        self._kept: tuple[int, ...] = ()  # open since before this step
+        self._num_begun = 0  # new groups at the start of this step
+        self._is_begun = False
+        self._level: int | None = None  # the bound that is known
+        self._open: set[Request] = set()  # asked for, neither ended nor paused
+        self._new: list[Request] = []
+        self._dropped: set[int] = set()
+        self._begin()
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def start(self) -> int:
+        return min([*self._groups, *self._gaps, self._next])
+
+    @property
+    def oldest_needed(self) -> int:
+        return self.rules.version_of(self._step + self.is_ready)
+
+    @property
+    def num_answered(self) -> int:
+        return sum(len(group.ends) for group in self._groups.values())
+
+    @property
+    def is_ready(self) -> bool:
+        level = self._level
+        if level is None or self._open or not self._is_begun:
+            return False
+        return not self.rules.is_filtered or not any(
+            self._has_passed(group, level) and group.wanted is None
+            for group in self._groups.values()
+        )
+
+    def requests(self) -> list[Request]:
+        new = self._new
+        self._new = []
+        return new
+
+    def dropped(self) -> set[int]:
+        dropped = self._dropped
+        self._dropped = set()
+        return dropped
+
+    def assigned(self, request: Request, version: int) -> None:
+        """The ages of groups are bounded by ``max_age``."""
+
+    def ended(self, request: Request, num_tokens: int) -> None:
+        group = self._groups[request.group]
+        group.ends[request.response] = num_tokens
+        self._open.discard(request)
+        if self._is_whole(group):
+            self._bound()
+
+    def paused(self, request: Request) -> None:
+        self._open.discard(request)
+
+    def judged(self, version: int, group: int, *, wanted: bool) -> None:
+        found = self._groups.get(group)
+        if found is None or found.wanted is not None or not self._is_whole(found):
+            return
+        found.wanted = wanted
+        if self.rules.is_filtered:
+            if not wanted:
+                self._replace(found)
+            self._bound()
+
+    def is_whole(self, group: int) -> bool:
+        return group in self._groups and self._is_whole(self._groups[group])
+
+    def to_judge(self) -> list[tuple[int, int]]:
+        version = self.rules.version_of(self._step)
+        return [
+            (version, number)
+            for number, group in sorted(self._groups.items())
+            if self._is_whole(group) and group.wanted is None
+        ]
+
+    def step_of(self, group: int) -> int | None:
+        return self._step if group in self._groups else None
+
+    def admission(self, group: int) -> Admission:
+        return Admission(self._step, self._kept, self._candidate)
+
+    @property
+    def level(self) -> int | None:
+        return self._level
+
+    def begin_of(self, group: int) -> int:
+        return self._groups[group].begin
+
+    def take(self) -> StepGroups:
+        """Whoever keeps the tokens cuts every response that is not trained to the ``limits``, also
+        one that has ended beyond them."""
+        level = self._level
+        assert level is not None and self.is_ready, "the level of the step is not known"
+        in_order = sorted(self._groups, key=lambda one: (self._groups[one].first_step, one))
+        passed = [one for one in in_order if self._has_passed(self._groups[one], level)]
+        refused = [number for number in passed if self._groups[number].wanted is False]
+        wanted = [number for number in passed if number not in set(refused)]
+        groups = wanted[: self.rules.groups_per_step]
+        limits = {number: level - group.begin for number, group in self._groups.items()}
+        start = self.start
+        self._note_gaps()
+        first_steps = [self._groups.pop(number).first_step for number in groups]
+        assert all(self._step - first <= self.rules.max_age for first in first_steps)
+        for number in refused:
+            del self._groups[number]
+        for number, group in self._groups.items():
+            # A response that ended within the level has ended before the next step (0 tokens in
+            # it); one that ended beyond is cut to the level, and continues.
+            ends = {one: 0 for one, end in group.ends.items() if end <= limits[number]}
+            wanted_already = group.wanted if self._has_passed(group, level) else None
+            self._groups[number] = OpenGroup(group.first_step, ends=ends, wanted=wanted_already)
+        taken = StepGroups(
+            step=self._step,
+            groups=groups,
+            refused=refused,
+            start=start,
+            end=self.start,
+            limits=limits,
+            level=level,
+            first_steps=first_steps,
+        )
+        self._step += 1
+        self._is_begun = False
+        self._level = None
+        self._begin()
+        return taken
+
+    def published(self, version: int) -> None:
+        self._version = version
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins a step whose weights are there: admits groups, and asks for what is missing of the
+        open ones."""
+        if self._is_begun or self.rules.version_of(self._step) > self._version:
+            return
+        self._is_begun = True
+        self._kept = tuple(sorted(self._groups))
+        self._num_begun = self.rules.groups_in_flight - len(self._groups)
+        for place in range(self._num_begun):
+            self._groups[self._candidate(place)] = OpenGroup(self._step)
+        for slot, number in enumerate(sorted(self._groups)):
+            self._groups[number].slot = slot
+            self._ask(number)
+        self._bound()
+
+    def _candidate(self, place: int) -> int:
+        """The prompts that may be begun in this step, in order: those that earlier steps left out,
+        then the next ones."""
+        if place < len(self._gaps):
+            return self._gaps[place]
+        return self._next + place - len(self._gaps)
+
+    def _ask(self, number: int) -> None:
+        version = self.rules.version_of(self._step)
+        missing = set(range(self.rules.responses_per_group)) - self._groups[number].ends.keys()
+        requests = [Request(version, number, response) for response in sorted(missing)]
+        self._open.update(requests)
+        self._new += requests
+
+    def _replace(self, refused: OpenGroup) -> None:
+        """The next group of a slot, which begins where the refused one has ended."""
+        count = refused.number_in_slot + 1
+        assert self.rules.max_rounds is not None
+        if count == self.rules.max_rounds:
+            return
+        if self._level is not None and refused.level >= self._level:
+            return
+        place = self._num_begun + (count - 1) * self.rules.groups_in_flight + refused.slot
+        number = self._candidate(place)
+        self._groups[number] = OpenGroup(self._step, refused.slot, count, refused.level)
+        self._ask(number)
+
+    def _bound(self) -> None:
+        """What is known of the level of the step."""
+        self._level = self._known_level()
+        if self._level is None:
+            return
+        for number, group in list(self._groups.items()):
+            if group.number_in_slot and group.begin >= self._level:
+                del self._groups[number]
+                self._dropped.add(number)
+                self._open = {request for request in self._open if request.group != number}
+
+    def _known_level(self) -> int | None:
+        groups = self._groups.values()
+        whole = [group for group in groups if self._is_whole(group)]
+        decided = [group for group in whole if not self.rules.is_filtered or group.wanted]
+        oldest = [group for group in groups if self._is_oldest(group)]
+        if len(decided) < self.rules.groups_per_step and self._is_exhausted:
+            return max((group.level for group in whole), default=0)
+        if len(decided) < self.rules.groups_per_step or not all(map(self._is_whole, oldest)):
+            return None
+        # The P-th smallest level. It falls as more groups become whole, and that of the oldest
+        # groups, which must leave in this step, is fixed once they are.
+        levels = sorted(group.level for group in decided)
+        of_oldest = max((group.level for group in oldest), default=0)
+        return max(levels[self.rules.groups_per_step - 1], of_oldest)
+
+    @property
+    def _is_exhausted(self) -> bool:
+        """Whether no slot may look at another group, and every verdict is known."""
+        if not self.rules.is_filtered:
+            return False
+        return all(
+            self._is_whole(group)
+            and (group.wanted or (group.wanted is False and self._is_last(group)))
+            for group in self._groups.values()
+        )
+
+    def _is_last(self, group: OpenGroup) -> bool:
+        """Whether a refused group is not replaced, or has been already."""
+        return group.number_in_slot + 1 == self.rules.max_rounds or any(
+            other.slot == group.slot and other.number_in_slot == group.number_in_slot + 1
+            for other in self._groups.values()
+        )
+
+    def _note_gaps(self) -> None:
+        """Before groups leave: the prompts that the next step may begin first."""
+        new = {number for number in self._groups if number not in set(self._kept)}
+        following = max([self._next, *(number + 1 for number in new)])
+        there = [*self._gaps, *range(self._next, following)]
+        self._gaps = [number for number in there if number not in new]
+        self._next = following
+
+    def _is_whole(self, group: OpenGroup) -> bool:
+        return len(group.ends) == self.rules.responses_per_group
+
+    def _has_passed(self, group: OpenGroup, level: int) -> bool:
+        return self._is_whole(group) and group.level <= level
+
+    def _is_oldest(self, group: OpenGroup) -> bool:
+        return self._step - group.first_step == self.rules.max_age
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self._step,
+            "version": self._version,
+            "next": self._next,
+            "gaps": list(self._gaps),
+            "kept": list(self._kept),
+            "num_begun": self._num_begun,
+            "is_begun": self._is_begun,
+            "groups": {number: asdict(group) for number, group in self._groups.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._step = state["step"]
+        self._version = state["version"]
+        self._next = state["next"]
+        self._gaps = list(state["gaps"])
+        self._kept = tuple(state["kept"])
+        self._num_begun = state["num_begun"]
+        self._is_begun = state["is_begun"]
+        self._groups = {number: OpenGroup(**group) for number, group in state["groups"].items()}
+        if self._is_begun:
+            for number in sorted(self._groups):
+                self._ask(number)
+            self._bound()
+        self._begin()
