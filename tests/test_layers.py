@@ -30,7 +30,7 @@ LAYERS = (
     {"runtime"},
     {"config"},
     {"protocols"},
-    {"passes"},
+    {"passes", "hooks"},
     {"types", "plugins"},
     {"scheduling", "annealing", "loss"},
     {"knobs"},

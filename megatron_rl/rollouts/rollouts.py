@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_rl.hooks import ScoredGroup
 from megatron_rl.loss import Method
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.dispatcher import Answer, StepSummary
 from megatron_rl.rollouts.exchange import token_rows, token_versions
 from megatron_rl.rollouts.experience import Experience, Responses
-from megatron_rl.rollouts.hooks.resampling import ScoredGroup
 from megatron_rl.rollouts.jobs import GenerationJob, TrainingJob
 from megatron_rl.rollouts.metrics import Clock
 from megatron_rl.rollouts.post_rollout import PostRollout
