@@ -52,7 +52,7 @@ VENDOR_ROOM = {
     "apex": "policy",
     "vllm": "engine",
 }
-# Who imports a module by a name that no test can follow: a user's own, and files of the own package.
+# Who imports by a name that no test can follow: a user's modules, and files of the own package.
 COMPUTED = "a computed name"
 MAY_COMPUTE = ("megatron_rl.plugins", "megatron_rl.signals")
 # The loss is pure mathematics on tensors: it talks to no other process and writes nothing.
