@@ -40,9 +40,9 @@ def commands() -> list[Command]:
         REPO / "tools/bench/LOG.md",
         *sorted((REPO / ".github").glob("**/*.md")),
     ]
-    pages += [
-        page for page in sorted((REPO / "examples").glob("plugins/*.md")) if page not in pages
-    ]
+    for folder in ("plugins", "planning"):
+        others = sorted((REPO / "examples" / folder).glob("*.md"))
+        pages += [page for page in others if page not in pages]
     for page in pages:
         found += [
             Command(name(page), text) for text in of_markdown(page.read_text(encoding="utf-8"))

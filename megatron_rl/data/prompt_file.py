@@ -116,7 +116,7 @@ def write(path: Path, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> No
     """Makes the file, whole or not at all; of several writers the last one stays.
 
     Raises:
-        ValueError: a prompt has columns beside it that JSON does not give back.
+        ValueError: a prompt has extra columns that JSON does not give back.
         OSError: the file cannot be written.
     """
     batch = _batch(prompts)

@@ -119,7 +119,7 @@ def _encoded(
 ) -> list[list[int]]:
     """The token ids of each text."""
     encoded: list[list[int]] = []
-    # Some at a time: what the tokenizer knows of each token beside its id is many times as large.
+    # Some at a time: what the tokenizer knows of each token besides its id is many times as large.
     for start in range(0, len(texts), _ENCODED_AT_ONCE):
         some = list(texts[start : start + _ENCODED_AT_ONCE])
         encoded += tokenizer(some, add_special_tokens=add_special_tokens)["input_ids"]
@@ -170,7 +170,7 @@ def _load_file(
             images=draft.images or (),
         )
         prompts.append(prompt)
-    # Long prompts are all that may be left out; a source of nothing else is a mistake all the same.
+    # Long prompts are all that may be left out; a source of nothing else is still a mistake.
     if config.on_long_prompt == "error" or not prompts:
         problems.raise_if_any()
     return prompts, len(drafts)

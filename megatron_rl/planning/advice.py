@@ -58,7 +58,7 @@ def no_cache(weights: int, sampler: int, config: Config, budget: MemoryBudget) -
     rollout = config.rollout
     return (
         f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}: of"
-        f" {budget.device_gib:.1f} GiB it leaves nothing for keys and values beside"
+        f" {budget.device_gib:.1f} GiB it leaves nothing for keys and values after"
         f" {weights / GIB:.1f} GiB of weights and {sampler / GIB:.1f} GiB"
         f" of the sampler; raise it, or rollout.tensor (now {rollout.tensor}), or"
         f" {_fewer_sequences(config)}"

@@ -41,7 +41,7 @@ def check_memory(config: Config, world: World) -> None:
     logger.info("%s", describe(stages, config, budget))
     too_large = problems(stages, config, budget)
     if too_large and config.memory.enforce:
-        raise ConfigError(too_large, "the memory plan (memory.enforce=false starts all the same)")
+        raise ConfigError(too_large, "the memory plan (memory.enforce=false starts anyway)")
     for problem in too_large:
         logger.warning("memory.enforce = False, though %s", problem)
 

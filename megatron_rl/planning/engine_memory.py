@@ -116,7 +116,7 @@ def _matrix_bytes(rollout: RolloutConfig) -> int:
 
 
 def _kv_cache_bytes(rollout: RolloutConfig, held_bytes: int, device_gib: float) -> int:
-    """Bytes of the key-value cache beside ``held_bytes`` of the engine.
+    """Bytes of the key-value cache in addition to ``held_bytes`` of the engine.
 
     A null ``rollout.kv_cache_gib`` is what ``gpu_memory_utilization`` leaves, which may be nothing.
     """

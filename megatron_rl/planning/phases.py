@@ -10,7 +10,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import StageMemory
 
-# What comes beside the tensors: the CUDA context (about 0.5), NCCL's buffers for the groups of the
+# Memory in addition to tensors: the CUDA context (about 0.5), NCCL's buffers for the groups of the
 # policy, workspaces of matrix products and fragmentation, or the libraries of a process. An
 # allowance, not a measurement.
 OVERHEAD_GIB = {"cuda": 3.0, "cpu": 1.0}

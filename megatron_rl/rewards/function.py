@@ -8,8 +8,8 @@
         return [float(task.answer in response) for task, response in zip(tasks, responses)]
 
 It is called while responses are generated, by one call after the other: each has all responses of
-this rank that have ended since the last, so the value of a response must not depend on those beside
-it. ``tasks[i]`` is the prompt of ``responses[i]``. It returns one value a response: a number, or a
+this rank that have ended since the last, so the value of a response must not depend on the others.
+``tasks[i]`` is the prompt of ``responses[i]``. It returns one value a response: a number, or a
 mapping with ``reward``, optionally ``accuracy`` in [0, 1], and any further numbers, which are
 logged as ``reward/part/NAME``. It may be ``async def``.
 

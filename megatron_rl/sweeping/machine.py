@@ -10,7 +10,7 @@ import torch
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = "OMP_NUM_THREADS"
 
-Share = Mapping[str, str]  # variables that a run gets beside those of the sweep
+Share = Mapping[str, str]  # environment variables of a run, in addition to those of the sweep
 
 
 def shares(parallel: int, nproc: int) -> list[Share]:

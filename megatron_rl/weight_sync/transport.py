@@ -244,6 +244,7 @@ class _TransportRun:
             ):
                 self.finish()
             self.issue(index)
+            # Local copies are spread over the rounds: they run while messages travel.
             share = (index + 1) * num_copies // len(rounds)
             self.copy(next_copy, share)
             next_copy = share

@@ -116,28 +116,31 @@ def train_layout(parallel: ParallelConfig, ranks: int, vocab_multiple: int = 128
     )
 
 
+def laid_out(text: str) -> dict[str, Any]:
+    """``"tensor=4 pipeline=2"`` as fields of a layout."""
+    pairs = (word.split("=") for word in text.split())
+    return {key: json.loads(value) for key, value in pairs}
+
+
 def layers(count: int, **ends: int) -> dict[str, int]:
     return {"num_hidden_layers": count, **ends}
 
 
-ENDS_OF_TWO = {"first_stage_layers": 1, "last_stage_layers": 1}
+OVERLAPPED = "tensor=4 overlap_grad_reduce=true overlap_param_gather=true"
+ENDS = {"first_stage_layers": 1, "last_stage_layers": 1}
+OF_23 = "first_stage_layers=23 last_stage_layers=23"
+OF_11 = "first_stage_layers=11 last_stage_layers=11"
 CASES = (
-    Case("7b", 8, {"tensor": 4}, (7,), layers(3)),
+    Case("7b", 8, laid_out("tensor=4"), (7,), layers(3)),
     # The layout of conf/experiment/qwen2_5_7b_8gpu.yaml.
-    Case(
-        "7b",
-        8,
-        {"tensor": 4, "overlap_grad_reduce": True, "overlap_param_gather": True},
-        (5,),
-        layers(2),
-    ),
-    Case("7b", 32, {"tensor": 4, "pipeline": 2, "context": 2}, (0, 13, 31), layers(4), full=True),
-    Case("70b", 64, {"tensor": 8, "pipeline": 4}, (63,), layers(8)),
-    Case("70b", 32, {"tensor": 8, "pipeline": 4}, (9, 31), layers(4), full=True),
+    Case("7b", 8, laid_out(OVERLAPPED), (5,), layers(2)),
+    Case("7b", 32, laid_out("tensor=4 pipeline=2 context=2"), (0, 13, 31), layers(4), full=True),
+    Case("70b", 64, laid_out("tensor=8 pipeline=4"), (63,), layers(8)),
+    Case("70b", 32, laid_out("tensor=8 pipeline=4"), (9, 31), layers(4), full=True),
     Case(
         "70b",
         256,
-        {"tensor": 8, "pipeline": 4, "context": 2},
+        laid_out("tensor=8 pipeline=4 context=2"),
         (0, 77, 130, 255),
         layers(4),
         full=True,
@@ -145,53 +148,29 @@ CASES = (
     Case(
         "70b",
         512,
-        {"tensor": 8, "pipeline": 4, "virtual_pipeline": 5},
+        laid_out("tensor=8 pipeline=4 virtual_pipeline=5"),
         (0, 200, 300, 511),
         layers(40),
         4,
-        full=True,
+        True,
     ),
     Case(
-        "235b",
-        64,
-        {
-            "tensor": 4,
-            "pipeline": 4,
-            "expert": 8,
-            "first_stage_layers": 23,
-            "last_stage_layers": 23,
-        },
-        (40,),
-        layers(6, **ENDS_OF_TWO),
-        2,
+        "235b", 64, laid_out(f"tensor=4 pipeline=4 expert=8 {OF_23}"), (40,), layers(6, **ENDS), 2
     ),
     Case(
         "235b",
         128,
-        {
-            "tensor": 4,
-            "pipeline": 8,
-            "expert": 16,
-            "first_stage_layers": 11,
-            "last_stage_layers": 11,
-        },
+        laid_out(f"tensor=4 pipeline=8 expert=16 {OF_11}"),
         (3, 64, 127),
-        layers(8, **ENDS_OF_TWO),
+        layers(8, **ENDS),
         full=True,
     ),
     Case(
         "235b",
         512,
-        {
-            "tensor": 4,
-            "context": 2,
-            "pipeline": 8,
-            "expert": 32,
-            "first_stage_layers": 11,
-            "last_stage_layers": 11,
-        },
+        laid_out(f"tensor=4 context=2 pipeline=8 expert=32 {OF_11}"),
         (0, 100, 250, 511),
-        layers(14, **ENDS_OF_TWO),
+        layers(14, **ENDS),
         full=True,
     ),
 )

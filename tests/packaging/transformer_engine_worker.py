@@ -365,13 +365,9 @@ def main() -> None:
         sequence()
         print("OK sequence", flush=True)
         launch.exit_process(0)
+    plain = (names, adam, ends_in_bf16, fusions, selective, both_layouts)
     checks = {
-        "names": names,
-        "adam": adam,
-        "ends_in_bf16": ends_in_bf16,
-        "fusions": fusions,
-        "selective": selective,
-        "both_layouts": both_layouts,
+        **{check.__name__: check for check in plain},
         "bf16": lambda: layers_and_checkpoint("bf16", "llama", "precision=bf16"),
         "bf16_moments": lambda: layers_and_checkpoint(
             "bf16_moments", "llama", "precision=bf16", MOMENTS

@@ -46,6 +46,7 @@ def played(tmp_path_factory):
 def test_a_mistake_is_one_early_clear_message(played, table, name):
     row = TABLES[table][name]
     starts = played(table, name)
+    assert starts, "the first row of this table says why it was not played"
     for start in starts:
         assert start.reached == row.get("reaches", ""), start.text
         if "reaches" not in row:

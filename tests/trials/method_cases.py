@@ -52,23 +52,11 @@ def method_case(name: str, title: str, family: str, *words: str, expert: int = 1
 
 
 def cases() -> list[Case]:
-    text = "method.estimator.perceptual=0"
-    form = ("reward.format_pattern='.*'", "reward.format_weight=0.5")
+    """A method for each kind of model; all methods: tests/e2e/test_methods.py."""
+    plain = ("method=dapo", "method.filters.dynamic_sampling=null")
+    text = ("method=durian", "method.estimator.perceptual=0")
     return [
         method_case("jrn_a_grae", "a_grae on Llama", "llama", "method=a_grae"),
-        method_case("jrn_durian", "durian on text", "qwen2", "method=durian", text),
-        method_case("jrn_durian_reasoning", "durian_reasoning", "llama", "method=durian_reasoning"),
-        method_case("jrn_apo", "apo with a format", "qwen2", "method=apo", *form),
-        method_case("jrn_mapo", "mapo", "llama", "method=mapo"),
-        method_case(
-            "jrn_pass_at_k", "pass_at_k", "llama", "method=pass_at_k", "method.estimator.k=2"
-        ),
-        method_case(
-            "jrn_dapo_plain",
-            "dapo without dynamic sampling, Mixtral with two expert ranks",
-            "mixtral",
-            "method=dapo",
-            "method.filters.dynamic_sampling=null",
-            expert=2,
-        ),
+        method_case("jrn_durian", "durian on text", "qwen2", *text),
+        method_case("jrn_dapo_plain", "dapo, two expert ranks", "mixtral", *plain, expert=2),
     ]

@@ -43,6 +43,8 @@ class Replica:
     ends: dict[Request, float] = field(default_factory=dict)  # step at which a response ends
     begins: dict[Request, float] = field(default_factory=dict)
     held: dict[Request, int] = field(default_factory=dict)  # tokens in the cache at that step
+    # A heap of ``ends``, and of some that are over by now: the least of a thousand, often.
+    due: list[tuple[float, Request]] = field(default_factory=list)
 
     def seconds(self, steps: float) -> float:
         """Of so many further steps."""
@@ -83,11 +85,14 @@ class Replica:
         self.context += self.held[request]
         self.begins[request] = self.steps
         self.ends[request] = self.steps + num_tokens
+        heapq.heappush(self.due, (self.ends[request], request))
 
     def limit(self, num_tokens: float) -> None:
         """Responses end after so many tokens, those that have more at once."""
         for request, begin in self.begins.items():
             self.ends[request] = min(self.ends[request], begin + num_tokens)
+        self.due = [(step, request) for request, step in self.ends.items()]
+        heapq.heapify(self.due)
 
     def end(self, request: Request) -> float:
         """Ends a response, now; returns the tokens that it has."""
@@ -99,9 +104,11 @@ class Replica:
 
     def next_end(self) -> tuple[float, Request] | None:
         """The moment at which the next response ends, and which."""
-        if not self.ends:
+        while self.due and self.ends.get(self.due[0][1]) != self.due[0][0]:
+            heapq.heappop(self.due)
+        if not self.due:
             return None
-        step, request = min((step, request) for request, step in self.ends.items())
+        step, request = self.due[0]
         return self.now_s + self.seconds(max(0.0, step - self.steps)), request
 
 

@@ -277,7 +277,7 @@ def _stages(config: Config) -> Iterator[str]:
             f"weight_sync.logprob_check_every = {config.weight_sync.logprob_check_every}: the check"
             " scores prompts, which vLLM does on the last stage alone; set it to 0 with"
             f" rollout.pipeline = {config.rollout.pipeline} (sampled tokens are compared with the"
-            " policy at every step all the same)"
+            " policy at every step anyway)"
         )
 
 

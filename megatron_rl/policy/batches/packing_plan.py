@@ -129,9 +129,11 @@ def _fitting_bins(items: list[Item], budgeted: list[Item], step: int, budget: in
     num_bins = max(step, -(-lower // step) * step)
     tight: list[Bin] | None = None
     while True:
+        # Balanced bins first: the slowest micro-batch is what all ranks wait for.
         balanced = largest_differencing(items, num_bins)
         if all(sum(map(tokens_of.__getitem__, rows)) <= budget for _, rows in balanced):
             return balanced
+        # Differencing ignores the budget and may overrun it though a tighter packing fits.
         tight = tight or _best_fit_decreasing(budgeted, budget)
         if len(tight) <= num_bins:
             cost_of = {row: cost for cost, row in items}
@@ -238,6 +240,7 @@ def _best_fit_decreasing(items: list[Item], budget: int) -> list[Bin]:
 def _without_empty(bins: list[Bin], num_bins: int, tokens_of: dict[int, int]) -> list[Bin]:
     """``num_bins`` bins, none empty while another holds two rows: the fullest such bin is cut in
     about half."""
+    # By number: the heap refers to bins, and one that is cut becomes two with new numbers.
     numbered = dict(enumerate(bins))
     next_number = len(bins)
     # Of equally full ones the bin whose first row is largest.
@@ -264,7 +267,8 @@ def _to_ranks(bins: list[Bin], ranks: int) -> Plan:
     """Equally many bins a rank: largest first, each to the rank with the least so far."""
     per_rank = len(bins) // ranks
     plan: Plan = [[] for _ in range(ranks)]
-    loads = [(0, 0, rank) for rank in range(ranks)]  # cost, bins, rank: a heap from the start
+    # (cost, bins, rank), a heap from the start: its head is the least loaded rank with room.
+    loads = [(0, 0, rank) for rank in range(ranks)]
     for cost, rows in sorted(bins, key=lambda filled: -filled[0]):
         load, count, rank = loads[0]
         plan[rank].append(rows)

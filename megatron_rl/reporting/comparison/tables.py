@@ -309,7 +309,7 @@ def settings_table(variants: Sequence[Variant]) -> Table:
 
 
 def _grouped(keys: Sequence[str]) -> list[str]:
-    """Keys of one section beside each other, in the order of the first of each."""
+    """Keys grouped by section, in the order of the first of each."""
     sections = [key.rpartition(".")[0] for key in keys]
     return sorted(keys, key=lambda key: sections.index(key.rpartition(".")[0]))
 

@@ -281,6 +281,7 @@ class _Planner:
         number_of = {fan: number for number, fan in enumerate(fans)}
         parts = []
         for delivery, dtype, size in self.deliveries:
+            # One part for each column of sources: source n sends every each-th tensor.
             each = delivery.sources.shape[1]
             way = (dtypes.index(dtype), number_of[delivery.receivers])
             for n in range(each):

@@ -120,6 +120,7 @@ def tensor_classes(sources: Roles, targets: Roles, cast: bool) -> list[TensorCla
     for column in columns:
         places[column] = np.array([place[name] for name in column])
     numbers: dict[ShardPattern, int] = {}  # in order of appearance: patterns of sources come first
+    # Two columns of pairs (tensor, pattern): one entry for each tensor of each group.
     tensor_ids = []
     pattern_ids = []
     for is_target, role, group in every_group:

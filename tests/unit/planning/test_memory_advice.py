@@ -131,5 +131,5 @@ def test_a_share_of_the_device_that_leaves_no_cache_is_named():
     message = problems(stages, config(), MemoryBudget("cuda", 11.0))[0]
     assert message.startswith(
         "rollout.gpu_memory_utilization = 0.6: of 11.0 GiB it leaves nothing for keys and values"
-        " beside 7.1 GiB of weights and 0.2 GiB of the sampler"
+        " after 7.1 GiB of weights and 0.2 GiB of the sampler"
     )
