@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,7 +78,8 @@ class Stepwise:
             f"{response.sampling.seed}/{response.prompt.uid}/{response.number}/"
             f"{response.so_far}/{len(response.new)}/{self.weight_version}"
         )
-        is_last = draw.random() < 0.04 * (1 + int(response.prompt.uid[1:].partition("#")[0]) % 4)
+        number = int(re.findall(r"\d+", response.prompt.uid)[0])
+        is_last = draw.random() < 0.04 * (1 + number % 4)
         return draw.randrange(1000), -draw.random(), is_last
 
     def submit(

@@ -70,31 +70,8 @@ def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
 
 def _with_hooks(config: Config) -> Iterator[str]:
     for name, hook in config.rollout_hooks.items():
-        key = f"rollout_hooks.{name}"
-        if hook.resamples and config.source.is_partial:
-            yield (
-                f"{key}: asks the engine again in the middle of a step, which source.partial does"
-                f" not do; set source.partial.groups_in_flight=null, or leave {name} out"
-            )
-        if hook.resamples and config.source.is_servers and config.source.schedule == "free":
-            yield (
-                f"{key}: decides by the verdicts of steps before, which must not depend on when"
-                " servers take new weights; set source.schedule=lockstep, or leave"
-                f" {name} out"
-            )
-        if hook.resamples and config.method.filters.dynamic_sampling is not None:
-            yield (
-                f"{key}: dynamic sampling takes the groups out that are entirely right or wrong"
-                f" before {name} sees them; set method.filters.dynamic_sampling=null, or leave"
-                f" {name} out"
-            )
-        if hook.resamples and config.rollout.response_stages is not None:
-            yield (
-                f"{key}: asks for responses of rollout.max_response_tokens in every step; set"
-                f" rollout.response_stages=null, or leave {name} out"
-            )
         if hook.changes_temperature:
-            why = f"{key}: samples at other temperatures than rollout.temperature"
+            why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
 
 
@@ -117,22 +94,18 @@ def _with_annealing(config: Config) -> Iterator[str]:
             f" rollout.anneal.decay_tokens = {anneal.decay_tokens:g}, with which step 1 begins;"
             " raise it"
         )
-    if config.source.is_servers:
-        yield (
-            f"{key}: a server has one temperature for a response; set source=colocated, or"
-            " rollout.anneal.start=null"
-        )
     if config.source.is_partial and anneal.decay_growth:
         yield (
             f"rollout.anneal.decay_growth = {anneal.decay_growth:g}: with source.partial a response"
-            " has tokens of several steps, and the policy scores all of them by one schedule; set"
-            " it to 0"
+            " has tokens of several steps, hence of several schedules, and the logprobs of the"
+            " policy are defined by one; set it to 0"
         )
     for name, hook in config.rollout_hooks.items():
         if hook.changes_temperature:
             yield (
-                f"rollout_hooks.{name}: chooses the temperature of a whole response, and {key} that"
-                f" of each token; leave {name} out, or set rollout.anneal.start=null"
+                f"rollout_hooks.{name}: defines the temperature of the tokens of a response, and so"
+                f" does {key}: one token cannot have two; leave {name} out, or set"
+                " rollout.anneal.start=null"
             )
     if anneal.policy == "plain":
         why = "rollout.anneal.policy = plain: tokens are sampled at other temperatures than 1"
@@ -150,24 +123,13 @@ def _with_partial(config: Config) -> Iterator[str]:
             f" most {2 * per_step}: else more groups may reach source.partial.max_age at a time"
             " than a step trains; null switches it off"
         )
-    if config.source.is_servers:
+    if config.source.schedule == "free":
         yield (
-            f"{key}: servers go on with responses under way by source.schedule=free; set it to null"
+            f"{key}: where a step ends is a number of tokens, so that it does not depend on timing;"
+            " with source.schedule = free the weights of each token do; set it to lockstep"
         )
-        return
     age = f"{key}: tokens may be source.partial.max_age = {config.source.partial.max_age} updates"
     yield from _with_old_tokens(config, f"{age} old", "source.partial.groups_in_flight=null")
-    if config.method.filters.dynamic_sampling is not None:
-        yield (
-            f"{key}: where a step ends follows from lengths, before anybody knows which groups"
-            " dynamic sampling wants; set method.filters.dynamic_sampling=null, or"
-            " source.partial.groups_in_flight=null"
-        )
-    if config.rollout.response_stages is not None:
-        yield (
-            f"{key}: a response has one limit, also where it goes on in the next step; set"
-            " rollout.response_stages=null, or source.partial.groups_in_flight=null"
-        )
     if config.rollout.stop:
         yield (
             f"rollout.stop = {list(config.rollout.stop)}: {key} cuts responses anywhere, and a stop"

@@ -7,18 +7,19 @@ that its answer follows from, so it may be sent to another server when one is lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import aiohttp
 
 from megatron_rl.engine.requests import MultimodalConfig, check_expansion, served_request
-from megatron_rl.engine.sampling import request_seed, sampling_values
+from megatron_rl.engine.sampling import annealed_request, request_seed, sampling_values
 from megatron_rl.runtime.plain_data import MalformedMessageError, decoded
 from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
 
 _GENERATE = "inference/v1/generate"
+_UNKNOWN_VERSION = -1
 _SHOWN = 500  # characters of a refusal
 # Idle connections are closed here before a server does it: vLLM's after 5 s. A request on one that
 # is closed from the other side at that moment would be lost.
@@ -69,6 +70,19 @@ class _Generated:
 
 
 @dataclass(frozen=True)
+class _StreamedChoice:
+    logprobs: _ChoiceLogprobs
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+@dataclass(frozen=True)
+class _StreamedPart:
+    choices: list[_StreamedChoice]
+
+
+@dataclass(frozen=True)
 class _PromptLogprob:
     logprob: float
 
@@ -114,13 +128,8 @@ class ServerClient:
             ValueError: the server refuses it, as any other would.
             RuntimeError: it read other tokens for the images.
         """
-        assert sampling.seed is not None, "without a seed no other server could answer alike"
-        assert sampling.annealing is None, "servers have no processor of logits"
-        seed = request_seed(sampling.seed, prompt.uid) + response
-        values = sampling_values(sampling, seed, self._eos_token_ids)
         what = f"prompt {prompt.uid}"
-        asked = served_request(prompt.token_ids, prompt.images, self._multimodal, what)
-        body = {**asked, "sampling_params": values}
+        body = self._request(prompt, sampling, response, ())
         answer: _Generated = await self._post(_GENERATE, body, _Generated, what)
         if prompt.images:
             check_expansion(prompt.token_ids, answer.prompt_token_ids or (), what)
@@ -130,6 +139,66 @@ class ServerClient:
                 f"{self.url}: dropped a request to prompt {prompt.uid} ({choice.finish_reason})"
             )
         return _completion(self.url, choice)
+
+    async def generate_until(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        response: int,
+        so_far: Sequence[int],
+        is_enough: Callable[[int], bool],
+    ) -> tuple[Completion, bool]:
+        """``generate`` that continues behind the tokens ``so_far`` and looks at every new one:
+        returns what is new as soon as ``is_enough`` of its number, and whether that ended it. Its
+        limit is that of the whole response. Raises as ``generate`` does."""
+        what = f"prompt {prompt.uid}"
+        body = {**self._request(prompt, sampling, response, so_far), "stream": True}
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        url = f"{self.url}/{_GENERATE}"
+        try:
+            async with self._session.post(url, json=body) as answer:
+                if answer.status != 200:
+                    self._refuse(answer.status, await answer.read(), url, what)
+                async for line in answer.content:
+                    text = line.removeprefix(b"data: ").strip()
+                    if not line.startswith(b"data: ") or text == b"[DONE]":
+                        continue
+                    part: _StreamedPart = decoded(text, _StreamedPart, url)
+                    (choice,) = part.choices
+                    token_ids += choice.token_ids or []
+                    logprobs += [one.logprob for one in choice.logprobs.content]
+                    if choice.finish_reason in ("stop", "length"):
+                        whole = _GeneratedChoice(
+                            choice.finish_reason,
+                            token_ids,
+                            _ChoiceLogprobs(list(map(_TokenLogprob, token_ids, logprobs))),
+                            choice.weight_versions or [],
+                        )
+                        return _completion(self.url, whole), False
+                    if choice.finish_reason is not None:
+                        break
+                    if is_enough(len(token_ids)):
+                        # Which weights: only a final part says it. In lockstep they are known.
+                        return Completion(token_ids, logprobs, False, _UNKNOWN_VERSION), True
+        except aiohttp.ClientConnectorError as error:
+            raise ServerUnreachableError(f"{url}: no connection ({error})") from error
+        except (TimeoutError, aiohttp.ClientError, OSError, MalformedMessageError) as error:
+            raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
+        raise RequestFailedError(f"{self.url}: dropped a request to prompt {prompt.uid}")
+
+    def _request(
+        self, prompt: Prompt, sampling: Sampling, response: int, so_far: Sequence[int]
+    ) -> dict[str, Any]:
+        assert sampling.seed is not None, "without a seed no other server could answer alike"
+        seed = request_seed(sampling.seed, prompt.uid) + response
+        left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(so_far))
+        values = sampling_values(left, seed, self._eos_token_ids)
+        if sampling.annealing is not None:
+            values["extra_args"] = annealed_request(sampling.annealing, len(so_far))
+        what = f"prompt {prompt.uid}"
+        asked = served_request((*prompt.token_ids, *so_far), prompt.images, self._multimodal, what)
+        return {**asked, "sampling_params": values}
 
     async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
         """Logprob at temperature 1 of every token but the first, which follows nothing.
@@ -170,17 +239,19 @@ class ServerClient:
             raise ServerUnreachableError(f"{url}: no connection ({error})") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
-        if status in (400, 422):
-            shown = text.decode(errors="replace")[:_SHOWN]
-            raise ValueError(f"{what}: the server {self.url} refuses it: {shown}")
         if status != 200:
-            shown = text.decode(errors="replace")[:_SHOWN]
-            kind = RequestFailedError if status >= 500 else ServerLostError
-            raise kind(f"{url}: answers {status}: {shown}")
+            self._refuse(status, text, url, what)
         try:
             return decoded(text, schema, url)
         except MalformedMessageError as error:
             raise ServerLostError(str(error)) from error
+
+    def _refuse(self, status: int, text: bytes, url: str, what: str) -> NoReturn:
+        shown = text.decode(errors="replace")[:_SHOWN]
+        if status in (400, 422):
+            raise ValueError(f"{what}: the server {self.url} refuses it: {shown}")
+        kind = RequestFailedError if status >= 500 else ServerLostError
+        raise kind(f"{url}: answers {status}: {shown}")
 
     async def _posted(self, url: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         async with self._session.post(url, json=body) as answer:

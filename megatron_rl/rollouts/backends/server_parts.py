@@ -69,6 +69,12 @@ def check_versions(request: Request, completion: Completion, *, exact: bool) -> 
         )
 
 
+def stamped(completion: Completion, version: int) -> Completion:
+    """Of a paused response, whose server does not say with which weights it was sampled: in
+    lockstep those of its request."""
+    return Completion(completion.token_ids, completion.sampler_logprobs, False, version)
+
+
 @dataclass(frozen=True)
 class ServerParts:
     """What the backend of servers is made of.

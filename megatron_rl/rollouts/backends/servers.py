@@ -24,6 +24,7 @@ from megatron_rl.rollouts.backends.server_parts import (
     ServerParts,
     ServerRegistry,
     check_versions,
+    stamped,
 )
 from megatron_rl.rollouts.backends.switches import StagedWeightSwitcher
 from megatron_rl.rollouts.dispatcher import (
@@ -57,8 +58,7 @@ class ServerBackend:
         registry: ServerRegistry,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """``saved``: the ``state`` to resume from, whose tokens are in the job's store already;
-        None: from the start."""
+        """``saved``: the ``state`` to resume from; its tokens are in the job's store already."""
         self._job = job
         self._parts = parts
         self._registry = registry
@@ -107,8 +107,7 @@ class ServerBackend:
         return self._thread.call(self._thread.until(partial(self._readiness.drained, version)))
 
     def settled(self) -> Literal[True] | FleetEvent:
-        """Waits until, in lockstep, the newest weights are all that is wanted: a run that resumes
-        from a checkpoint has no others."""
+        """Waits until, in lockstep, the newest weights are all that is wanted."""
         return self._thread.call(self._thread.until(self._readiness.settled))
 
     def is_settled(self) -> bool:
@@ -162,15 +161,13 @@ class ServerBackend:
         self._rewards.close()
         self._switches.close()
 
-    # For the dispatcher
+    # See GenerationBackend
 
     def submit(self, worker: str, wanted: GenerationRequest) -> None:
-        """See GenerationBackend."""
         work = self._thread.spawn(self._request(worker, wanted))
         self._running[worker, wanted.request] = work
 
     def abort(self, worker: str, request: Request) -> None:
-        """See GenerationBackend."""
         work = self._running.pop((worker, request), None)
         if work is not None:
             work.cancel()
@@ -221,7 +218,6 @@ class ServerBackend:
         self._thread.changed()
 
     def _turn(self) -> None:
-        """Does what follows from what has happened."""
         self._dispatcher.turn()
         for name in self._switches.begin():
             self._thread.spawn(self._switch(name))
@@ -285,8 +281,7 @@ class ServerBackend:
             self.abort(worker, request)
 
     def _note_failure(self, name: str, asked: Asked, error: Exception) -> None:
-        """A server has not answered a request: it is marked dead, unless the request may be the
-        reason."""
+        """A server is marked dead, unless the request may be the reason that it failed."""
         if isinstance(error, self._parts.failed):
             if self._failures.failed(name, asked, str(error)) and name in self._clients:
                 self._mark_dead(name, str(error))
@@ -346,6 +341,7 @@ class ServerBackend:
             with self._parts.timeouts.waiting(worker, sampling.max_response_tokens) as answered:
                 if self._job.is_partial:
                     new, is_paused = await client.generate_until(*asked_of, *continuing)
+                    new = stamped(new, request.version) if is_paused else new
                 else:
                     new, is_paused = await client.generate(*asked_of), False
                 answered(len(new.token_ids))
@@ -393,7 +389,6 @@ class ServerBackend:
         }
 
     async def _progress(self, begin: int) -> Progress:
-        """``begin``: of the tokens that are not counted."""
         # Only a server knows the tokens of what it has not finished.
         return replace(self._dispatcher.progress, num_tokens=self._num_tokens - begin)
 

@@ -45,6 +45,13 @@ def problems(*overrides: str) -> list[str]:
         [*ANNEALED, "rollout.anneal.decay_growth=0.0", *PARTIAL, *CORRECTED],
         [*ANNEALED, "rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
         ["rollout.temperature=0.7", "rollout.anneal.end=0.5"],
+        [*PARTIAL, *CORRECTED, *STAGES],
+        [*PARTIAL, *CORRECTED, "method=dapo", "rollout_hooks.dars={}"],
+        [*PARTIAL, *CORRECTED, "source=servers"],
+        [*ANNEALED, "source=servers"],
+        ["rollout_hooks.vcrl={}", *STAGES],
+        ["rollout_hooks.erpo={}", "method=dapo", *CORRECTED],
+        ["rollout_hooks.vcrl={}", *FREE, *CORRECTED],
     ],
 )
 def test_what_goes_together(overrides):
@@ -54,11 +61,6 @@ def test_what_goes_together(overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            [*PARTIAL, *CORRECTED, *STAGES],
-            "a response has one limit",
-        ),
-        (["rollout_hooks.vcrl={}", *STAGES], "asks for responses of rollout.max_response_tokens"),
         (["source.staleness=1"], "colocated engines always sample with the newest"),
         (["source=servers", "source.staleness=1"], "method.mismatch.kind = none does not correct"),
         (
@@ -95,14 +97,13 @@ def test_what_goes_together(overrides):
             [*ANNEALED, "rollout.anneal.decay_limit=400.0"],
             "rollout.anneal.decay_limit = 400: less than rollout.anneal.decay_tokens = 500",
         ),
-        ([*ANNEALED, "source=servers"], "a server has one temperature for a response"),
         (
             [*ANNEALED, *PARTIAL, *CORRECTED],
             "rollout.anneal.decay_growth = 100: with source.partial",
         ),
         (
             [*ANNEALED, *CORRECTED, "rollout_hooks.erpo={}"],
-            "rollout_hooks.erpo: chooses the temperature of a whole response",
+            "rollout_hooks.erpo: defines the temperature of the tokens of a response",
         ),
         (
             [*ANNEALED, "rollout.anneal.policy=plain"],
@@ -112,15 +113,8 @@ def test_what_goes_together(overrides):
         ([*PARTIAL, *CORRECTED, "mismatch_limits.abort_above=1.0"], "differ on purpose"),
         (["source.partial.groups_in_flight=257", *CORRECTED], "and at most 256"),
         (["source.partial.groups_in_flight=127", *CORRECTED], "give at least"),
-        ([*PARTIAL, "source=servers"], "servers go on with responses under way"),
-        ([*PARTIAL, *CORRECTED, "method=dapo"], "before anybody knows which groups"),
+        ([*PARTIAL, *FREE, *CORRECTED], "where a step ends is a number of tokens"),
         ([*PARTIAL, *CORRECTED, "rollout.stop=[END]"], "would not be seen; set it to []"),
-        (
-            ["rollout_hooks.vcrl={}", *FREE, *CORRECTED],
-            "must not depend on when servers take new weights; set source.schedule=lockstep",
-        ),
-        (["rollout_hooks.dars={}", *PARTIAL, *CORRECTED], "asks the engine again in the middle"),
-        (["rollout_hooks.dars={}", "method=dapo"], "entirely right or wrong before dars sees"),
         (["rollout_hooks.erpo={}"], "method.mismatch.kind = none does not correct"),
     ],
 )
