@@ -125,7 +125,8 @@ class Completion:
 
     Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token takes 8
     bytes and no Python object. ``spans``: which weights sampled which tokens, in their order; not
-    given, one span of ``weight_version``.
+    given, one span of ``weight_version``. ``sampled``: which tokens the engine drew, where an
+    environment has appended others (those count in no loss, mean or check); None: all.
 
     Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``, whose spans
     are ``(VersionSpan(4, end=2),)``.
@@ -136,6 +137,7 @@ class Completion:
     truncated: bool  # cut by the length limit, not by a stop condition
     weight_version: int  # of its first token, hence the oldest
     spans: tuple[VersionSpan, ...] = ()
+    sampled: Sequence[bool] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", _packed("i", self.token_ids))

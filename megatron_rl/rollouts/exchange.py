@@ -18,20 +18,29 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion
 
 
-def token_rows(rows: RowNumbers, completions: Sequence[Completion]) -> TokenRows:
+def token_rows(
+    rows: RowNumbers, completions: Sequence[Completion], *, with_sampled: bool = False
+) -> TokenRows:
     """The rows that were sampled here; columns ``token_ids`` (int32) and ``sampler_logprobs``
-    (float32)."""
+    (float32). ``with_sampled``: and ``sampled`` (bool), on all ranks or on none."""
     ids = [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions]
     logprobs = [
         np.asarray(completion.sampler_logprobs, dtype=np.float32) for completion in completions
     ]
+    columns = {
+        "token_ids": np.concatenate([np.empty(0, np.int32), *ids]),
+        "sampler_logprobs": np.concatenate([np.empty(0, np.float32), *logprobs]),
+    }
+    if with_sampled:
+        flags = [
+            np.ones(len(one.token_ids), bool) if one.sampled is None else np.array(one.sampled)
+            for one in completions
+        ]
+        columns["sampled"] = np.concatenate([np.empty(0, bool), *flags])
     return TokenRows(
         rows=np.asarray(rows, dtype=np.int64),
         lengths=np.array([len(values) for values in ids], dtype=np.int64),
-        columns={
-            "token_ids": np.concatenate([np.empty(0, np.int32), *ids]),
-            "sampler_logprobs": np.concatenate([np.empty(0, np.float32), *logprobs]),
-        },
+        columns=columns,
     )
 
 

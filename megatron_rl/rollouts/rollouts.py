@@ -17,6 +17,7 @@ from megatron_rl.rollouts.exchange import token_rows, token_versions
 from megatron_rl.rollouts.experience import Experience, Responses
 from megatron_rl.rollouts.jobs import GenerationJob, TrainingJob
 from megatron_rl.rollouts.metrics import Clock
+from megatron_rl.rollouts.partials import of_all_rows, response_maxima, response_sums
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.launch import World
@@ -111,7 +112,7 @@ class Rollouts:
         looked_at = len(groups.groups) + groups.num_refused
         metrics = dict(summary.metrics)
         if self.engines.has_versions:
-            metrics |= age_metrics(step, summary.answers)
+            metrics |= age_metrics(step, again.responses if again else responses, self.world)
         experience = replace(
             experience,
             discarded_groups=groups.num_refused,
@@ -250,25 +251,29 @@ def responses_of(
     )
 
 
-def age_metrics(step: int, answers: Sequence[Answer]) -> dict[str, float]:
-    """How many updates older than the policy the weights were that sampled the tokens of a step."""
-    sums = np.zeros(3)
-    oldest = 0
-    num_mixed = 0
-    for answer in answers:
-        start = 0
-        for version, end in answer.spans:
-            age = max(0, step - 1 - version) if version >= 0 else 0
-            sums += (end - start) * np.array([1, age, age > 0])
-            oldest = max(oldest, age)
-            start = end
-        num_mixed += len(answer.spans) > 1
-    num_tokens, ages, num_old = sums.tolist()
+def age_metrics(step: int, responses: Responses, world: World) -> dict[str, float]:
+    """Collective: how many updates older than the policy the weights were that sampled the tokens
+    of a step. Demonstrations have no age."""
+    lengths = responses.tokens.lengths
+    versions = responses.tokens.columns["weight_versions"]
+    ages = np.where(versions >= 0, step - 1 - versions, 0)
+    spread = response_maxima(versions, lengths) + response_maxima(-versions, lengths)
+    partials = np.stack(
+        [
+            response_sums(ages, lengths),
+            response_maxima(ages, lengths),
+            response_sums(ages > 0, lengths),
+            spread > 0,
+        ],
+        axis=1,
+    )
+    table = of_all_rows(responses, partials, world)
+    num_tokens = int(responses.lengths.sum())
     return {
-        "source/staleness_mean": ages / num_tokens,
-        "source/staleness_max": oldest,
-        "source/mixed_share": num_mixed / len(answers),
-        "source/old_tokens_share": num_old / num_tokens,
+        "source/staleness_mean": float(table[:, 0].sum() / num_tokens),
+        "source/staleness_max": float(table[:, 1].max()),
+        "source/mixed_share": float(table[:, 3].sum() / len(responses)),
+        "source/old_tokens_share": float(table[:, 2].sum() / num_tokens),
     }
 
 

@@ -129,6 +129,9 @@ class EndOfStep(Protocol):
     def take(self) -> StepGroups:
         """The groups of the next step, which leave."""
 
+    def skip_to(self, step: int) -> None:
+        """Between two steps: the next one is ``step``."""
+
     def published(self, version: int) -> None:
         """The weights of ``version`` exist."""
 

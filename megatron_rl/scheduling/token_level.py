@@ -246,6 +246,10 @@ class TokenLevel:
         self._begin()
         return taken
 
+    def skip_to(self, step: int) -> None:
+        assert not self._is_begun, "a step is begun"
+        self._step = step
+
     def published(self, version: int) -> None:
         self._version = version
         self._begin()

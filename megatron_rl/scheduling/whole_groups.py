@@ -294,6 +294,10 @@ class WholeGroups:
         self._admit()
         return StepGroups(batch.step, groups, refused, batch.start, batch.start + batch.admitted)
 
+    def skip_to(self, step: int) -> None:
+        assert not self._batches, "a step is begun"
+        self._step = step
+
     def published(self, version: int) -> None:
         self._version = version
         self._admit()

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.runtime.registry import FOLDER, SECRET, Lease, Registration
-from tests.e2e.toy import overrides, rows
+from tests.e2e.toy import overrides, rows, write_data
 from tests.launch import REPO, end, launch, torchrun
 from tests.numerics.server import with_entry_point
 
@@ -65,6 +65,15 @@ HOOKS = [
     pytest.param(ASK_AGAIN, ("vcrl/replayed_groups", "dars/hard_groups"), id="asked again"),
     pytest.param(WARMER, ("erpo/hot_groups",), id="warmer"),
 ]
+FILTERED = "method.filters.dynamic_sampling.max_tries=8"
+IN_PARTS = "source.partial.groups_in_flight=14"
+PAIRS = {
+    "dynamic_sampling_partial": (IN_PARTS, FILTERED),
+    "hooks_partial": (IN_PARTS, "rollout_hooks.dars.extra=2", "rollout_hooks.vcrl.kappa=0.2"),
+    "hooks_dynamic_sampling": (FILTERED, "rollout_hooks.erpo.increase=0.2"),
+    "demonstrations_partial": (IN_PARTS, "method=rl_plus"),
+    "demonstrations_hooks": ("method=rl_plus", "rollout_hooks.vcrl.kappa=0.2"),
+}
 ON_SERVERS = (*ASYNCHRONOUS, "source=servers", "source.staleness=1")
 
 
@@ -213,7 +222,7 @@ def test_server_and_trainer_are_killed_and_nothing_is_lost(folder, servers, regi
         servers[1].send(signal.SIGSTOP)  # it has taken requests, and answers none of them
         time.sleep(3.0)
         servers[1].send(signal.SIGKILL)
-        until(lambda: "is given up" in log.read_text(), process, log)
+        until(lambda: "marked dead" in log.read_text(), process, log)
         assert not lease.is_held
         kill(process)
     finished = len(rows(run_dir))
@@ -223,7 +232,7 @@ def test_server_and_trainer_are_killed_and_nothing_is_lost(folder, servers, regi
         register(2, run_dir)
         until(lambda: process.poll() is not None, process, log, may_end=True)
         assert process.returncode == 0, log.read_text()[-3000:]
-    assert re.search(r"server .* takes part from weights version", log.read_text())
+    assert re.search(r"server .* joined at weights version", log.read_text())
     must_be_equal(run_dir, sequential)
 
 
@@ -262,6 +271,17 @@ def test_sampling_hooks_are_those_of_the_colocated_engine(folder, register, hook
     steps = steps_of(folder / f"{name}_servers", *more)
     assert steps == steps_of(folder / f"{name}_colocated", "source=colocated", *more)
     assert all(sum(row[f"hook/{key}"] for row in steps) > 0 for key in done)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_features_are_those_of_the_colocated_engine(folder, register, name):
+    register(0, folder / f"{name}_servers")
+    write_data(folder / "given.jsonl", given=True)
+    more = [*PAIRS[name], "source.staleness=0", "trainer.num_steps=4"]
+    if "method=rl_plus" in more:
+        more.append(f"data.train={folder / 'given.jsonl'}")
+    steps = steps_of(folder / f"{name}_servers", *more)
+    assert steps == steps_of(folder / f"{name}_colocated", "source=colocated", *more)
 
 
 @pytest.mark.parametrize(("hooks", "done"), HOOKS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.token_level import PartialRules, PartialScheduler
+from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.work import Request
 from tools.planning.simulated_fleet import Fleet
 
@@ -78,7 +78,7 @@ class Driver:
     def next_end(self) -> None:
         number, request = self.fleet.next_end()
         assert self.scheduler.finished(_name(number), request)
-        if self.scheduler.is_whole(request.group):
+        if self.scheduler.end.is_whole(request.group):
             wanted = self.content.wants(request.group)
             self.scheduler.judged(request.version, request.group, wanted=wanted)
         self.hand_out()
@@ -151,13 +151,13 @@ class PartialDriver:
 
     def __init__(self, fleet: Fleet, rules: PartialRules, content: Content, capacity: int) -> None:
         self.fleet = fleet
-        self.scheduler = PartialScheduler(rules)
+        self.scheduler = Scheduler(rules)
         self.content = content
         self.there: dict[tuple[int, int], int] = {}
         self.limit = math.inf
         self.sampled: list[Request] = []  # in this step
         for number in range(len(fleet.replicas)):
-            self.scheduler.queue.join(_name(number), capacity, 10**9)
+            self.scheduler.join(_name(number), capacity, 0)
 
     def left(self, request: Request) -> int:
         """Tokens that a response still takes."""
@@ -180,7 +180,7 @@ class PartialDriver:
             self.scheduler.finished(_name(number), request, self.left(request))
         else:
             self.scheduler.paused(_name(number), request)
-        limit = self.scheduler.limit
+        limit = self.scheduler.end.level
         if limit is not None and limit < self.limit:
             self.limit = limit
             self.fleet.limit(limit)
@@ -193,6 +193,9 @@ class PartialDriver:
         while not self.scheduler.is_ready:
             self.next_end()
         taken = self.scheduler.take()
+        self.scheduler.published(taken.step + 1)
+        for number in range(len(self.fleet.replicas)):
+            self.scheduler.switch(_name(number), taken.step + 1)
         trained = set(taken.groups)
         for request in self.sampled:
             name = (request.group, request.response)

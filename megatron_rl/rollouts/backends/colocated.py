@@ -69,6 +69,7 @@ class LaunchEngines:
                 self._saved = None
         scheduler = self._dispatcher.scheduler
         if scheduler.version < version:
+            scheduler.end.skip_to(version)  # others may have had the steps between
             scheduler.published(version)
             for replica in range(len(self.backend.leaders)):
                 scheduler.switch(worker_name(replica), version)

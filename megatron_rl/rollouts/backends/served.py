@@ -26,7 +26,7 @@ from megatron_rl.rollouts.experience import Responses
 from megatron_rl.rollouts.jobs import TrainingJob
 from megatron_rl.rollouts.logprob_check import LogprobCheck
 from megatron_rl.rollouts.metrics import Clock
-from megatron_rl.rollouts.rollouts import SampledStep, age_metrics, responses_of
+from megatron_rl.rollouts.rollouts import SampledStep, responses_of
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Image, Prompt, Sampling, SyncReport
@@ -108,11 +108,14 @@ class ServerEngines:
         assert groups.step == step - 1, f"the scheduler is at step {groups.step + 1}"
         metrics = self._main.counts()
         if groups.level is None:
-            oldest = age_metrics(step, summary.answers)["source/staleness_max"]
-            if oldest > self._staleness:
+            oldest = min(
+                (one.spans[0].version for one in summary.answers if one.spans[0].version >= 0),
+                default=step - 1,
+            )
+            if step - 1 - oldest > self._staleness:
                 raise RuntimeError(
-                    f"step {step}: a response is {oldest} updates old, source.staleness is"
-                    f" {self._staleness}"
+                    f"step {step}: a response is {step - 1 - oldest} updates old,"
+                    f" source.staleness is {self._staleness}"
                 )
         else:
             metrics["source/group_age_max"] = groups.age

@@ -116,6 +116,9 @@ def test_completions_become_rows():
     assert rows.columns["token_ids"].dtype == np.int32
     assert rows.columns["sampler_logprobs"].tolist() == [-0.5, -0.25, -1.0]
     assert rows.columns["sampler_logprobs"].dtype == np.float32
+    appended = Completion((9, 2, 4), (-0.5, 0.0, -0.25), False, 1, sampled=(True, False, True))
+    mixed = token_rows([0, 1], [appended, Completion((7,), (-1.0,), True, 2)], with_sampled=True)
+    assert mixed.columns["sampled"].tolist() == [True, False, True, True]
     nothing = token_rows([], [])
     assert [values.dtype for values in nothing.columns.values()] == [np.int32, np.float32]
 
