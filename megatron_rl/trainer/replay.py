@@ -27,7 +27,7 @@ from megatron_rl.data.reading import training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.reporting.metrics_file import Row, read_metrics
-from megatron_rl.rollouts.metrics import rollout_metrics
+from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.rollouts.step_record import FOLDER, Recorded, read_step, recorded_steps
 from megatron_rl.run.run_record import (
     DATA,

@@ -39,9 +39,9 @@ from megatron_rl.rollouts.dispatcher import (
     WorkerProgress,
 )
 from megatron_rl.rollouts.jobs import GenerationJob
-from megatron_rl.rollouts.metrics import Clock
-from megatron_rl.rollouts.ownership import Ranks
 from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.rollouts.rows.metrics import Clock
+from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.store_queue import StoreQueue

@@ -14,8 +14,8 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.hooks.base import Ask, SamplingHook, ScoredGroup, sampling_hook
 from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
-from megatron_rl.rollouts.experience import Experience, Responses
-from megatron_rl.rollouts.metrics import Clock
+from megatron_rl.rollouts.rows.experience import Experience, Responses
+from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.types import Prompt, Sampling
 
 # Of one hook in one step: more is a hook that does not come to an end.

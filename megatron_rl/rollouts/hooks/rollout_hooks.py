@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.hooks.base import RolloutEdit, rollout_hook
 from megatron_rl.knobs import Named
 from megatron_rl.plugins import named, place
-from megatron_rl.rollouts.experience import Groups, Response, Responses
+from megatron_rl.rollouts.rows.experience import Groups, Response, Responses
 from megatron_rl.runtime.launch import World
 
 METRIC = re.compile(r"[a-z0-9_]+")

@@ -20,12 +20,12 @@ from megatron_rl.rollouts.backends.server_parts import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations
-from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.jobs import TrainingJob
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.whole_groups import Rules
