@@ -5,7 +5,7 @@ The page: rollout_hook.md.
 
 from collections.abc import Sequence
 
-from megatron_rl.rollouts.hooks.rollout_hooks import RolloutEdit, register_rollout_hook
+from megatron_rl.hooks import RolloutEdit, register_rollout_hook
 from megatron_rl.rollouts.rows.experience import Response
 
 

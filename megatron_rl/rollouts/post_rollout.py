@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from megatron_rl.data.token_rows import RowNumbers
-from megatron_rl.rollouts.hooks.rollout_hooks import RolloutEdit, edited_responses
+from megatron_rl.hooks import RolloutEdit
+from megatron_rl.rollouts.hooks.rollout_hooks import edited_responses
 from megatron_rl.rollouts.rows.experience import (
     Experience,
     Groups,

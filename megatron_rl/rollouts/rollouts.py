@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_rl.hooks import ScoredGroup
 from megatron_rl.loss import Method
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.dispatcher import Answer, StepSummary
-from megatron_rl.rollouts.hooks.resampling import ScoredGroup
 from megatron_rl.rollouts.jobs import GenerationJob, TrainingJob
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rows.exchange import token_rows, token_versions

@@ -22,7 +22,6 @@ from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.config.keys import within
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
-from megatron_rl.data.loader import first_uid
 from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.reading import training_stream
 from megatron_rl.data.shared import shared_data
@@ -44,7 +43,7 @@ from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import SignalSetup
 from megatron_rl.trainer.build import build_learner, build_method, build_policy
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, first_uid
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.
 _OF_OTHERS = (*NON_TRAINING, "reward", "source.requests_per_server", "source.give_up_factor")

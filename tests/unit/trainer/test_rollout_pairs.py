@@ -13,6 +13,7 @@ import pytest
 
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.hooks.sampling import dars, erpo, vcrl
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.backends.served import ServedParts, ServerEngines
 from megatron_rl.rollouts.backends.server_parts import ServerParts
@@ -20,7 +21,6 @@ from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations
 from megatron_rl.rollouts.hooks.resampling import Resampling
-from megatron_rl.rollouts.hooks.sampling_hooks import dars, erpo, vcrl
 from megatron_rl.rollouts.jobs import TrainingJob
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.reward_thread import RewardThread
