@@ -6,7 +6,6 @@ The errors say what the knobs of a choice are, and whose knob a wrong one is.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -49,22 +48,11 @@ class Named(Piece):
 
 
 class Choices(dict[str, Any]):
-    """The entries of one kind of choice, by name.
+    """The entries of one kind of choice, by name."""
 
-    ``home``: a module above this one that enters the package's own while it is imported; a reader
-    asks for it by name, as for a plug-in.
-    """
-
-    def __init__(self, what: str, home: str | None = None) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.home = home
-
-    def complete(self) -> Choices:
-        """Itself, with the package's own names in it."""
-        if self.home is not None:
-            importlib.import_module(self.home)
-        return self
 
     def schema(self, name: str) -> type[Named]:
         """What the configuration checks the knobs of ``name`` by: its entry."""
@@ -134,7 +122,6 @@ def by_name(table: Choices) -> BeforeValidator:
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        table.complete()
         if "name" not in value:
             problems = [_refusal(("name",), None, f"is missing; choose one of {', '.join(table)}")]
             raise ValidationError.from_exception_data(table.what, problems)
@@ -150,7 +137,6 @@ def by_key(table: Choices) -> BeforeValidator:
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        table.complete()
         chosen: dict[str, Named] = {}
         problems: list[InitErrorDetails] = []
         for name, knobs in value.items():

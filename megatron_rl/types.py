@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,11 @@ class Prompt:
     def content(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """What the model is given: two images of one size have the same tokens."""
         return self.token_ids, tuple(image.digest for image in self.images)
+
+
+def first_uid(uid: str) -> str:
+    """Of a prompt that a step has again, numbered by ``data.loader``: ``a#2`` gives ``a``."""
+    return re.sub(r"#\d+$", "", uid)
 
 
 @dataclass(frozen=True)

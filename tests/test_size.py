@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ LONG_FILES = re.compile(r"(^tools/constraints_\w+\.txt|\.md|/expected_output\.\w
 MAX_STEP_LINES = 25
 MAX_ENTRY_LINES = 80
 MAX_POLICY_MEMBERS = 6
+MAX_FOLDER_FILES = 15  # of Python, in a folder of the package
 
 # A setting comes from conf/ alone. What is read from the environment is what the launcher says
 # about this process.
@@ -46,6 +48,10 @@ FORBIDDEN_MARK = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 VAGUE_NAME = re.compile(r"manager|helper", re.IGNORECASE)
 VAGUE_FILE = re.compile(r"^(utils?|helpers?|misc|common)\.py$|manager|helper", re.IGNORECASE)
 CONTEXT_MANAGER = re.compile(r"context_?manager", re.IGNORECASE)
+
+
+def package_files() -> list[Path]:
+    return sorted((REPO / "megatron_rl").rglob("*.py"))
 
 
 @functools.cache
@@ -214,6 +220,22 @@ def test_files_are_short():
         if lines > MAX_FILE_LINES and not LONG_FILES.search(name)
     }
     assert not long, f"longer than {MAX_FILE_LINES} lines: {long}"
+
+
+def test_folders_of_the_package_hold_few_files():
+    sizes = Counter(path.parent.relative_to(REPO) for path in package_files())
+    crowded = {str(folder): size for folder, size in sizes.items() if size > MAX_FOLDER_FILES}
+    assert not crowded, f"more than {MAX_FOLDER_FILES} Python files: {crowded}"
+
+
+def test_a_class_name_occurs_once_in_the_package():
+    places = defaultdict(list)
+    for path in package_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(REPO)))
+    repeated = {name: files for name, files in places.items() if len(files) > 1}
+    assert not repeated, repeated
 
 
 def test_functions_are_short():

@@ -5,8 +5,8 @@ The page: rollout_hook.md.
 
 from collections.abc import Sequence
 
-from megatron_rl.rollouts.experience import Response
-from megatron_rl.rollouts.hooks.rollout_hooks import RolloutEdit, register_rollout_hook
+from megatron_rl.hooks import RolloutEdit, register_rollout_hook
+from megatron_rl.rollouts.rows.experience import Response
 
 
 @register_rollout_hook("drop_easy")

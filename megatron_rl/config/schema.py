@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from megatron_rl.config.anneal import AnnealConfig
-from megatron_rl.config.hooks import RolloutHooks
+from megatron_rl.hooks import ChosenHooks
 from megatron_rl.loss.config import MethodConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes up a gradient
@@ -366,7 +366,7 @@ class Config(Section):
     logging: LoggingConfig
     memory: MemoryConfig
     mismatch_limits: MismatchLimits
-    rollout_hooks: RolloutHooks  # between scoring and credit, in this order: {name: {knobs}}
+    rollout_hooks: ChosenHooks  # between scoring and credit, in this order: {name: {knobs}}
     nonfinite: NonFiniteConfig
     method: MethodConfig
 

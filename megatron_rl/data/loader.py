@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -197,11 +196,6 @@ def numbered(prompt: Prompt, count: int) -> Prompt:
     if count == 1:
         return prompt
     return replace(prompt, uid=f"{prompt.uid}#{count}")
-
-
-def first_uid(uid: str) -> str:
-    """The inverse of ``numbered``: ``a#2`` gives ``a``."""
-    return re.sub(r"#\d+$", "", uid)
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -24,7 +24,7 @@ from megatron_rl.reporting.evaluation import evaluation_table
 from megatron_rl.reporting.figures import draw_pass_at_k
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.experience import Response, Responses
+from megatron_rl.rollouts.rows.experience import Response, Responses
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.run.run_record import describe
 from megatron_rl.run.start import METRICS, STACKS, digest_problem

@@ -12,7 +12,7 @@ from megatron_rl.data.reading import Data
 from megatron_rl.loss import Method
 from megatron_rl.reporting.evaluation import Judged, evaluation_metrics
 from megatron_rl.rollouts.demonstrations import without_demonstrations
-from megatron_rl.rollouts.experience import Responses
+from megatron_rl.rollouts.rows.experience import Responses
 from megatron_rl.rollouts.sampling import evaluation_sampling
 from megatron_rl.types import Prompt, Sampling
 

@@ -20,8 +20,8 @@ from megatron_rl.evaluation.evaluation import build_engine, load_weights
 from megatron_rl.evaluation.evaluation_source import Evaluation, Weights
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.experience import Groups, Response
 from megatron_rl.rollouts.post_rollout import grouped
+from megatron_rl.rollouts.rows.experience import Groups, Response
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.run.saved_settings import (
     engine_of_machine,

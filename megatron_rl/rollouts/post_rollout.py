@@ -7,9 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from megatron_rl.data.token_rows import RowNumbers
-from megatron_rl.rollouts.experience import Experience, Groups, Response, Responses, experience_of
-from megatron_rl.rollouts.hooks.rollout_hooks import RolloutEdit, edited_responses
-from megatron_rl.rollouts.metrics import Clock
+from megatron_rl.hooks import RolloutEdit
+from megatron_rl.rollouts.hooks.rollout_hooks import edited_responses
+from megatron_rl.rollouts.rows.experience import (
+    Experience,
+    Groups,
+    Response,
+    Responses,
+    experience_of,
+)
+from megatron_rl.rollouts.rows.metrics import Clock
 
 # Between scoring and credit: what of the groups of a step is changed, see
 # ``rollouts/hooks/rollout_hooks.py``. They are given on rank 0; the answer is equal on every rank.

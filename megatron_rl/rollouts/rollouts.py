@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_rl.hooks import ScoredGroup
 from megatron_rl.loss import Method
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.dispatcher import Answer, StepSummary
-from megatron_rl.rollouts.exchange import token_rows, token_versions
-from megatron_rl.rollouts.experience import Experience, Responses
-from megatron_rl.rollouts.hooks.resampling import ScoredGroup
 from megatron_rl.rollouts.jobs import GenerationJob, TrainingJob
-from megatron_rl.rollouts.metrics import Clock
-from megatron_rl.rollouts.partials import of_all_rows, response_maxima, response_sums
 from megatron_rl.rollouts.post_rollout import PostRollout
+from megatron_rl.rollouts.rows.exchange import token_rows, token_versions
+from megatron_rl.rollouts.rows.experience import Experience, Responses
+from megatron_rl.rollouts.rows.metrics import Clock
+from megatron_rl.rollouts.rows.partials import of_all_rows, response_maxima, response_sums
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.end_of_step import StepRules

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import Config
-from megatron_rl.rollouts.experience import Responses
-from megatron_rl.rollouts.hooks.resampling import Resampled, Resampling, Sampler, ScoredGroup
-from megatron_rl.rollouts.metrics import Clock
+from megatron_rl.hooks import ScoredGroup
+from megatron_rl.rollouts.hooks.resampling import Resampled, Resampling, Sampler
+from megatron_rl.rollouts.rows.experience import Responses
+from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.types import Prompt, Sampling
 
 

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.config.schema import Config
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.rollouts.experience import Experience, Responses, experience_of
+from megatron_rl.rollouts.rows.experience import Experience, Responses, experience_of
 from megatron_rl.rollouts.store import restored_score, saved_score
 from megatron_rl.runtime import disk
 from megatron_rl.types import Prompt

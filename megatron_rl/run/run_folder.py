@@ -35,7 +35,7 @@ from megatron_rl.reporting.sinks import (
     tensorboard_writer,
 )
 from megatron_rl.reporting.wandb_run import WandbMode, WandbRun, WandbSettings
-from megatron_rl.rollouts.experience import Response
+from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.run.best import Scores
 from megatron_rl.run.preflight import claim
 from megatron_rl.run.run_record import describe, listed

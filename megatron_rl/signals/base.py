@@ -17,8 +17,8 @@ from megatron_rl.data.reading import Data
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, Outputs, TokenScores, TokenView
 from megatron_rl.protocols import ImageProcessor, Policy
-from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.partials import response_sums
+from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.rollouts.rows.partials import response_sums
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Prompt
 

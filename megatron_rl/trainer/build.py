@@ -33,11 +33,11 @@ from megatron_rl.rollouts.build import (
     build_served,
 )
 from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
-from megatron_rl.rollouts.exchange import on_main
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
 from megatron_rl.rollouts.logprob_check import CheckedSync
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.exchange import on_main
 from megatron_rl.rollouts.sampling import rollout_sampling, stop_token_ids
 from megatron_rl.run.preflight import check_before_build
 from megatron_rl.run.run_folder import RunFolder

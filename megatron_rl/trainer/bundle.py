@@ -28,9 +28,9 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, TokenScores, UpdateResult
 from megatron_rl.protocols import BatchSharding
-from megatron_rl.rollouts.annealed import policy_temperatures
-from megatron_rl.rollouts.exchange import gathered_on_main
-from megatron_rl.rollouts.experience import Experience, Responses
+from megatron_rl.rollouts.rows.annealed import policy_temperatures
+from megatron_rl.rollouts.rows.exchange import gathered_on_main
+from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.health import Minibatch

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError, first_line
 from megatron_rl.passes import UpdateResult
-from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.rows.experience import Experience
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_rl.loss import Credit, Method, ResponseBatch
 from megatron_rl.passes import TokenScores, UpdateResult
 from megatron_rl.protocols import Policy
-from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.metrics import credit_metrics, token_metrics, update_metrics
+from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.rollouts.rows.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.signals import Signals, StepView
 from megatron_rl.trainer.health import Health, Minibatch
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss

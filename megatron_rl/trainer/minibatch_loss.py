@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Method, TokenBatch
 from megatron_rl.passes import LocalBatch, LossOutput, TokenView, UpdateResult
-from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.signals import Signals
 

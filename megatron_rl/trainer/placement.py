@@ -25,10 +25,10 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.passes import LocalBatch
 from megatron_rl.protocols import BatchSharding
-from megatron_rl.rollouts.annealed import policy_temperatures
-from megatron_rl.rollouts.exchange import exchange_rows
-from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.ownership import Route, owning_ranks
+from megatron_rl.rollouts.rows.annealed import policy_temperatures
+from megatron_rl.rollouts.rows.exchange import exchange_rows
+from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.rollouts.rows.ownership import Route, owning_ranks
 from megatron_rl.runtime.launch import World
 
 Plan = Sequence[Sequence[Sequence[int]]]

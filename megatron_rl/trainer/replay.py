@@ -22,13 +22,12 @@ from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.config.keys import within
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
-from megatron_rl.data.loader import first_uid
 from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.reading import training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.reporting.metrics_file import Row, read_metrics
-from megatron_rl.rollouts.metrics import rollout_metrics
+from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.rollouts.step_record import FOLDER, Recorded, read_step, recorded_steps
 from megatron_rl.run.run_record import (
     DATA,
@@ -44,14 +43,14 @@ from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import SignalSetup
 from megatron_rl.trainer.build import build_learner, build_method, build_policy
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, first_uid
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.
 _OF_OTHERS = (*NON_TRAINING, "reward", "source.requests_per_server", "source.give_up_factor")
 
 
 @dataclass(frozen=True)
-class Route:
+class ReplayPlan:
     """From the weights after step ``after`` (``checkpoint``; None: the model of the start) to the
     end of ``step``, by ``values``, the configuration of these steps."""
 
@@ -67,7 +66,7 @@ class Route:
         return self.run / FOLDER
 
 
-def find_route(run: Path, step: int, after: int | None = None) -> Route:
+def find_route(run: Path, step: int, after: int | None = None) -> ReplayPlan:
     """The shortest way to ``step``, or that from the weights after step ``after`` (0: the model of
     the start).
 
@@ -98,7 +97,7 @@ def find_route(run: Path, step: int, after: int | None = None) -> Route:
             checkpoint = starts[start]
             recorded = read_step(run / FOLDER, step)
             values = {**recorded.values, "run_dir": str(run)}
-            return Route(run, start, step, checkpoint, values, recorded.world_size)
+            return ReplayPlan(run, start, step, checkpoint, values, recorded.world_size)
     raise ValueError(
         f"--step {step}: the record of {run} has steps {_ranges(there)}, and all from a"
         f" checkpoint on are needed; there are weights of steps {_ranges(sorted(starts))}"
@@ -146,7 +145,7 @@ class Again:
 class ReplayedRun:
     """Collective, as are its methods: the policy of the start of a route."""
 
-    def __init__(self, route: Route, config: Config, world: World) -> None:
+    def __init__(self, route: ReplayPlan, config: Config, world: World) -> None:
         """``config``: of the route, maybe in another layout.
 
         Raises:
@@ -235,7 +234,7 @@ class ReplayedRun:
         return self._world.from_main(lambda: different)
 
 
-def _check_model(route: Route) -> None:
+def _check_model(route: ReplayPlan) -> None:
     """The model gives the architecture and the tokenizer, and the weights of step 0."""
     path = Path(route.values["model"]["path"])
     was = read_config(route.run).get(MODEL)
@@ -243,7 +242,7 @@ def _check_model(route: Route) -> None:
         raise ValueError(f"model.path = {path}: is not the model that {route.run} began with")
 
 
-def _check_data(route: Route, fingerprint: str) -> None:
+def _check_data(route: ReplayPlan, fingerprint: str) -> None:
     was = read_config(route.run).get(DATA)
     if was is not None and fingerprint != was:
         raise ValueError(f"data.train: its prompts are not those that {route.run} was trained with")
@@ -262,7 +261,7 @@ def _different(
     }
 
 
-def config_of(route: Route, *, with_bundle: bool) -> Config:
+def config_of(route: ReplayPlan, *, with_bundle: bool) -> Config:
     """Of the steps of a route. Nothing but the end of the route stops it. ``with_bundle``: the
     first minibatch of the last step is written as ``nonfinite.bundle_step`` has it."""
     bundle_step = route.step if with_bundle else None

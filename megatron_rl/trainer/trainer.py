@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from megatron_rl.config.schema import TrainerConfig
 from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.protocols import RolloutSource
-from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.metrics import Clock, rollout_metrics, sync_metrics
+from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.rollouts.rows.metrics import Clock, rollout_metrics, sync_metrics
 from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import failure

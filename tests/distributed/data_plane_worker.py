@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.policy.batches.packing_plan import plan_microbatches
 from megatron_rl.policy.batches.work_model import WorkModel
-from megatron_rl.rollouts.exchange import exchange_rows, token_rows
-from megatron_rl.rollouts.ownership import Route, owning_ranks
-from megatron_rl.rollouts.partials import (
+from megatron_rl.rollouts.rows.exchange import exchange_rows, token_rows
+from megatron_rl.rollouts.rows.ownership import Route, owning_ranks
+from megatron_rl.rollouts.rows.partials import (
     gathered,
     mismatch_of_partials,
     mismatch_partials,

@@ -18,10 +18,10 @@ from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.exchange import gathered_on_main
-from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.metrics import rollout_metrics
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.exchange import gathered_on_main
+from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import signals_of

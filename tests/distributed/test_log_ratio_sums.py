@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.config.method import load_method
 from megatron_rl.passes import TokenScores
-from megatron_rl.rollouts.partials import of_all_rows, response_sums
+from megatron_rl.rollouts.rows.partials import of_all_rows, response_sums
 from megatron_rl.signals import signals_of
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, num_lent, parts

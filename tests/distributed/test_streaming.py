@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime import store_queue
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World

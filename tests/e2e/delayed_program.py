@@ -21,8 +21,8 @@ from megatron_rl.data.reading import training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rollouts.exchange import token_rows
-from megatron_rl.rollouts.experience import Responses, experience_of
+from megatron_rl.rollouts.rows.exchange import token_rows
+from megatron_rl.rollouts.rows.experience import Responses, experience_of
 from megatron_rl.rollouts.sampling import rollout_sampling, sampling_seed, stop_token_ids
 from megatron_rl.runtime import launch
 from megatron_rl.trainer.build import build_engine, build_learner, build_method, build_policy

@@ -19,7 +19,7 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.rollouts.experience import Experience, Responses
+from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
 from megatron_rl.types import SequenceBatch, SequenceLengths

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.exchange import gathered_on_main
 from megatron_rl.runtime import launch
 from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.types import Completion

@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.exchange import gathered_on_main
 from megatron_rl.runtime import launch
 from tests.numerics import rollout_models as small
 from tests.numerics.held_up import sampler_of

@@ -18,7 +18,7 @@ from megatron_rl.loss.per_token.entropy_anchor import find_peaks
 from megatron_rl.loss.segments import group_accuracy
 from megatron_rl.passes import LocalBatch, Output, TokenScores
 from megatron_rl.policy.passes import forward
-from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.signals import Signals, signals_of
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
 from megatron_rl.types import SequenceBatch

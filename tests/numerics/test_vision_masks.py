@@ -16,7 +16,7 @@ from megatron_rl.config.method import load_method
 from megatron_rl.data.multimodal.masks import masked
 from megatron_rl.loss import Credit, Method, TokenBatch
 from megatron_rl.passes import LocalBatch, TokenScores
-from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.signals import masked_images, signals_of
 from megatron_rl.signals.masked_images import mask_seed, with_masked_images
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss

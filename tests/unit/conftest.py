@@ -32,16 +32,19 @@ def fresh_registries() -> Iterator[None]:
     were."""
     from megatron_rl import models as families
     from megatron_rl import plugins
-    from megatron_rl.config import hooks, load
+    from megatron_rl.config import load
+    from megatron_rl.hooks import base as hooks
     from megatron_rl.loss import choices
-    from megatron_rl.rollouts.hooks import resampling
-    from megatron_rl.rollouts.hooks import rollout_hooks as trainer_hooks
     from megatron_rl.signals import registry as signals
 
     tables = [choices.ESTIMATORS, choices.SHAPERS, choices.TOKEN_SHAPERS, choices.POLICY_LOSSES]
-    # Complete, or the package's own would be taken away with the plug-ins.
-    tables += [hooks.ROLLOUT_HOOKS.complete()]
-    tables += [trainer_hooks._hooks, resampling._makers, families.FAMILIES, plugins._sources]
+    tables += [
+        hooks.ROLLOUT_HOOKS,
+        hooks._hooks,
+        hooks._makers,
+        families.FAMILIES,
+        plugins._sources,
+    ]
     tables += [signals._SIGNALS]
     before = [table.copy() for table in tables]
     loaded, folders = list(plugins._loaded), list(load._plugin_dirs)

@@ -18,8 +18,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.loss import ResponseBatch, TokenBatch
 from megatron_rl.models import read_architecture
 from megatron_rl.plugins import load_plugins, loaded, sources
-from megatron_rl.rollouts.experience import Response
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks, edited
+from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import signals_of
 from megatron_rl.types import Completion, Prompt, Score

@@ -13,12 +13,12 @@ from megatron_rl.protocols import CheckedWeights, Generator, Reward, RolloutEngi
 from megatron_rl.rollouts.backends.colocation import Colocation
 from megatron_rl.rollouts.backends.launch import LaunchBackend, worker_name
 from megatron_rl.rollouts.dispatcher import Dispatcher, StepSummary
-from megatron_rl.rollouts.exchange import on_main
-from megatron_rl.rollouts.experience import Response, Responses
 from megatron_rl.rollouts.jobs import PromptsJob, TrainingJob
-from megatron_rl.rollouts.metrics import Clock
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import SampledStep, responses_of
+from megatron_rl.rollouts.rows.exchange import on_main
+from megatron_rl.rollouts.rows.experience import Response, Responses
+from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.scheduler import Scheduler

@@ -39,9 +39,9 @@ from megatron_rl.rollouts.dispatcher import (
     WorkerProgress,
 )
 from megatron_rl.rollouts.jobs import GenerationJob
-from megatron_rl.rollouts.metrics import Clock
-from megatron_rl.rollouts.ownership import Ranks
 from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.rollouts.rows.metrics import Clock
+from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.store_queue import StoreQueue
@@ -56,7 +56,7 @@ _LONGEST_PAUSE_S = 0.1
 
 
 @dataclass
-class Task:
+class ReplicaTask:
     """What a replica is to begin and to stop; at the end of a generation it stops everything.
     ``level``: see ``GenerationBackend.pause``; None: as before."""
 
@@ -87,7 +87,7 @@ class Replica:
     def is_busy(self) -> bool:
         return bool(self._running)
 
-    def apply(self, task: Task) -> None:
+    def apply(self, task: ReplicaTask) -> None:
         """Begins and stops."""
         if task.level is not None:
             self._level = task.level
@@ -173,7 +173,7 @@ class _Tasks:
     def __init__(self, queues: StoreQueue, leaders: Ranks) -> None:
         self._queues = queues
         self._leaders = leaders
-        self._tasks: dict[int, Task] = defaultdict(Task)
+        self._tasks: dict[int, ReplicaTask] = defaultdict(ReplicaTask)
 
     def submit(self, worker: str, wanted: GenerationRequest) -> None:
         self._tasks[int(worker)].begin.append(wanted)
@@ -195,10 +195,10 @@ class _Tasks:
     def send(self, *, is_end: bool) -> None:
         """To every replica that has something to do; ``is_end``: that it is over."""
         if is_end:
-            self._tasks = {number: Task(is_end=True) for number in range(len(self._leaders))}
+            self._tasks = {number: ReplicaTask(is_end=True) for number in range(len(self._leaders))}
         for replica, task in self._tasks.items():
             self._queues.send(_queue(replica), task)
-        self._tasks = defaultdict(Task)
+        self._tasks = defaultdict(ReplicaTask)
 
 
 class LaunchBackend:
@@ -286,9 +286,9 @@ class LaunchBackend:
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _next_tasks(self) -> list[Task]:
+    def _next_tasks(self) -> list[ReplicaTask]:
         """What this replica is to do, in order: equal on all of its ranks."""
-        tasks: list[Task] = []
+        tasks: list[ReplicaTask] = []
         if self._world.rank == self.leader:
             tasks = self._queues.receive(_queue(self._engine.replica))
         if self._ranks_per_replica == 1:

@@ -22,11 +22,11 @@ from megatron_rl.protocols import CheckedWeights
 from megatron_rl.rollouts.backends.server_parts import FleetEvent, NoServerError
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.dispatcher import Answer
-from megatron_rl.rollouts.experience import Responses
 from megatron_rl.rollouts.jobs import TrainingJob
 from megatron_rl.rollouts.logprob_check import LogprobCheck
-from megatron_rl.rollouts.metrics import Clock
 from megatron_rl.rollouts.rollouts import SampledStep, responses_of
+from megatron_rl.rollouts.rows.experience import Responses
+from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Image, Prompt, Sampling, SyncReport

@@ -1,118 +1,25 @@
-"""Sampling hooks: which prompts a step asks the engine again, and at which temperature.
-
-What holds whatever a hook does:
-
-- Every rank calls it with the same scored groups, in canonical order, behind dynamic sampling and
-  before the rollout hooks that are functions. It decides from its arguments and its state alone, so
-  that no message is needed and ranks agree. Groups that dynamic sampling refused are no part of the
-  step: it is told their scores by ``observe``.
-- Its state belongs to the checkpoint.
-- Hooks run in the order of the configuration, each on what the one before left. One that asks is
-  called again with the answers, until it asks no more.
-- What is asked is sampled by the newest weights. Evaluation is not hooked.
-- A prompt's temperature is that of the hooks when its weights were published: a server that is
-  ``source.staleness`` updates behind does not know of later steps.
-"""
+"""Prompts that a step asks the engine again, by the sampling hooks of a run (``hooks.base``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Int
 
-from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.knobs import Named, register_piece
+from megatron_rl.hooks.base import Ask, SamplingHook, ScoredGroup, sampling_hook
+from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
-from megatron_rl.rollouts.experience import Experience, Responses
-from megatron_rl.rollouts.metrics import Clock
-from megatron_rl.types import Prompt, Sampling, Score
+from megatron_rl.rollouts.rows.experience import Experience, Responses
+from megatron_rl.rollouts.rows.metrics import Clock
+from megatron_rl.types import Prompt, Sampling
 
 # Of one hook in one step: more is a hook that does not come to an end.
 _MOST_ROUNDS = 64
-
-
-class ScoredGroup(NamedTuple):
-    """A prompt and the verdicts on its responses."""
-
-    prompt: Prompt
-    scores: Sequence[Score]
-
-    @property
-    def num_correct(self) -> int:
-        return sum(score.correct for score in self.scores)
-
-
-class Ask(NamedTuple):
-    """``num_responses`` more are wanted to ``prompt``. They join the group ``into`` (its number
-    among those that the hook was given); None: they are a group of their own, behind all others."""
-
-    prompt: Prompt
-    num_responses: int
-    into: int | None = None
-
-
-@dataclass(frozen=True)
-class Resample:
-    """What a hook wants; ``keep``: a flag for each group, None for all. Groups are dropped after
-    the answers have joined them.
-
-    Example: two more responses to the first of two groups, and the second leaves:
-    ``Resample(asks=[Ask(groups[0].prompt, 2, into=0)], keep=[True, False])``.
-    """
-
-    asks: Sequence[Ask] = ()
-    keep: Sequence[bool] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as hook/<its name>/<key>
-
-
-class SamplingHook(Protocol):
-    """See the head of this file."""
-
-    def temperature(self, prompt: Prompt, plain: float) -> float:
-        """At which a prompt is sampled in the first place; ``plain``: without this hook."""
-
-    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
-        """Groups of the step that dynamic sampling refused, before ``resample``."""
-
-    def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
-        """``turn``: 0, then one more for each time that it has asked."""
-
-    def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
-
-    def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
-        """The inverse. ``prompts``: those of the training data."""
-
-
-_makers: dict[str, Callable[..., SamplingHook]] = {}
-
-
-def register_sampling_hook(
-    name: str, *, changes_temperature: bool = False
-) -> Callable[[Callable[..., SamplingHook]], Callable[..., SamplingHook]]:
-    """``f(*, knobs)`` returns a ``SamplingHook``; a run names it, ``rollout_hooks.<name>={}``.
-
-    Args:
-        changes_temperature: whether some responses are sampled at another one than the policy is
-            trained at, so that a run needs importance weights.
-
-    Raises:
-        RegistrationError: the name is taken, or a knob has no type.
-    """
-
-    def register(maker: Callable[..., SamplingHook]) -> Callable[..., SamplingHook]:
-        piece = register_piece(ROLLOUT_HOOKS, name, maker, ())
-        piece.resamples = True
-        piece.changes_temperature = changes_temperature
-        _makers[name] = maker
-        return maker
-
-    return register
 
 
 class Sampler(Protocol):
@@ -218,9 +125,7 @@ class Resampling:
 
 def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Resampling | None:
     """``chosen``: the hooks of a run; None where none of them asks the engine."""
-    hooks = {
-        name: _makers[name](**piece.knobs) for name, piece in chosen.items() if piece.resamples
-    }
+    hooks = {name: sampling_hook(name, piece) for name, piece in chosen.items() if piece.resamples}
     return Resampling(hooks, prompts) if hooks else None
 
 

@@ -1,24 +1,11 @@
-"""Rollout hooks: a user's code between scoring and credit, for rewards, whole groups and metrics.
-
-What holds whatever a hook does:
-
-- It is called once a step, on rank 0, with all groups of the step in canonical order, after dynamic
-  sampling. Its answer is sent to every rank, so that ranks agree even where a hook asks a service
-  or draws random numbers.
-- Prompts, tokens, logprobs, texts and verdicts (``score.correct``) stay as they are: responses
-  are frozen, and only what ``RolloutEdit`` can say is applied. Evaluation is not hooked.
-- A dropped group leaves the step as if it had not been sampled; it is not replaced.
-- Hooks run in the order of the configuration, each on what the one before left.
-- A hook's own state is in no checkpoint: what it decides must follow from its arguments for a
-  resumed run to be equal.
-"""
+"""The rollout hooks of a run (``hooks/base.py``) at work: called, checked, applied."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from types import MappingProxyType
@@ -26,55 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.hooks import ROLLOUT_HOOKS
-from megatron_rl.knobs import Named, register_piece
+from megatron_rl.hooks.base import RolloutEdit, rollout_hook
+from megatron_rl.knobs import Named
 from megatron_rl.plugins import named, place
-from megatron_rl.rollouts.experience import Groups, Response, Responses
+from megatron_rl.rollouts.rows.experience import Groups, Response, Responses
 from megatron_rl.runtime.launch import World
 
 METRIC = re.compile(r"[a-z0-9_]+")
-
-
-@dataclass(frozen=True)
-class RolloutEdit:
-    """What a hook wants changed; None leaves it.
-
-    Example, for two groups of two responses: the second is dropped, the first one's reward halved::
-
-        RolloutEdit(rewards=[[0.5, 0.0], [0.0, 0.0]], keep=[True, False], metrics={"dropped": 1})
-    """
-
-    rewards: Sequence[Sequence[float]] | None = None  # the new total of every response, by group
-    keep: Sequence[bool] | None = None  # one flag per group
-    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as hook/<its name>/<key>
-
-
-Hook = Callable[..., RolloutEdit]
-_hooks: dict[str, Hook] = {}
-
-
-def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
-    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``; the head of this file says what
-    holds.
-
-    Registering calls nothing: a run names its hooks, ``rollout_hooks.<name>={}``.
-    Example::
-
-        @register_rollout_hook("halve")
-        def halve(step: int, groups: Groups, *, factor: float = 0.5) -> RolloutEdit:
-            rewards = [[factor * r.score.reward for r in group] for group in groups]
-            return RolloutEdit(rewards=rewards)
-
-    Raises:
-        RegistrationError: the name is taken, or a knob has no type.
-    """
-
-    def register(function: Hook) -> Hook:
-        register_piece(ROLLOUT_HOOKS, name, function, ("step", "groups"))
-        _hooks[name] = function
-        return function
-
-    return register
 
 
 class RolloutHooks:
@@ -142,7 +87,7 @@ def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> Ro
     """
     subject = f"rollout hook {name} at step {step}"
     try:
-        edit = _hooks[name](step, read_only(groups), **knobs)
+        edit = rollout_hook(name)(step, read_only(groups), **knobs)
     except Exception as error:
         raise ValueError(f"{subject}: {named(error)}{place(error)}; correct the hook") from error
     if not isinstance(edit, RolloutEdit):

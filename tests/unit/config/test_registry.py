@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl.config.load import add_config_dir, compose
 from megatron_rl.config.method import load_method
 from megatron_rl.errors import ConfigError, RegistrationError
+from megatron_rl.hooks import register_rollout_hook
 from megatron_rl.loss import (
     EstimatorNeeds,
     Evidence,
@@ -26,7 +27,6 @@ from megatron_rl.loss import (
 from megatron_rl.loss.config import reward_scheme_errors
 from megatron_rl.models import Family, register_family
 from megatron_rl.plugins import load_plugins
-from megatron_rl.rollouts.hooks.rollout_hooks import register_rollout_hook
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 
 pytestmark = pytest.mark.usefixtures("fresh_registries")

@@ -17,7 +17,7 @@ from megatron_rl.rollouts.demonstrations import (
     only,
     without_demonstrations,
 )
-from megatron_rl.rollouts.metrics import rollout_metrics
+from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.types import Prompt
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import build_bandit, rows

@@ -12,8 +12,8 @@ import torch
 
 from megatron_rl.data.sequences import response_tokens, sequence_batch
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.exchange import exchange_rows, on_main, token_rows
-from megatron_rl.rollouts.ownership import Route
+from megatron_rl.rollouts.rows.exchange import exchange_rows, on_main, token_rows
+from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Prompt, Sampling, Score

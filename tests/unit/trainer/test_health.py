@@ -13,7 +13,7 @@ import torch
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError
 from megatron_rl.passes import UpdateResult
-from megatron_rl.rollouts.metrics import update_metrics
+from megatron_rl.rollouts.rows.metrics import update_metrics
 from megatron_rl.trainer.bundle import read_bundle
 from megatron_rl.trainer.health import Health
 from tests.unit.trainer.runs import rows

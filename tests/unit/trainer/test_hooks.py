@@ -7,18 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.hooks import ROLLOUT_HOOKS, RolloutEdit, register_rollout_hook
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.experience import Responses
-from megatron_rl.rollouts.hooks.rollout_hooks import (
-    RolloutEdit,
-    RolloutHooks,
-    register_rollout_hook,
-)
-from megatron_rl.rollouts.metrics import rollout_metrics
+from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.experience import Responses
+from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.types import Sampling
 from tests.rollout_sources import rollouts_of, training_job
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.rollouts.partials import (
+from megatron_rl.rollouts.rows.partials import (
     gathered,
     mismatch_of_partials,
     mismatch_partials,

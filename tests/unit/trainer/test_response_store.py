@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from megatron_rl.rollouts.exchange import token_versions
+from megatron_rl.rollouts.rows.exchange import token_versions
 from megatron_rl.rollouts.store import (
     ResponseStore,
     cut,

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.experience import Responses, experience_of
+from megatron_rl.rollouts.rows.experience import Responses, experience_of
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering

@@ -13,19 +13,19 @@ import pytest
 
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.hooks.sampling import dars, erpo, vcrl
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.backends.served import ServedParts, ServerEngines
 from megatron_rl.rollouts.backends.server_parts import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations
-from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.hooks.resampling import Resampling
-from megatron_rl.rollouts.hooks.sampling_hooks import dars, erpo, vcrl
 from megatron_rl.rollouts.jobs import TrainingJob
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.whole_groups import Rules

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.errors import ConfigError
 from megatron_rl.evaluation.evaluation_source import Weights
 from megatron_rl.evaluation.sample import find_sample, shown
-from megatron_rl.rollouts.experience import Response
+from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.types import Completion, Prompt, Score
 
 

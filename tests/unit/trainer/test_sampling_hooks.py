@@ -9,18 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
+from megatron_rl.hooks.sampling import dars, erpo, relative_variance, vcrl
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.hooks.resampling import (
-    Ask,
-    Resample,
-    Resampling,
-    SamplingHook,
-    ScoredGroup,
-)
-from megatron_rl.rollouts.hooks.sampling_hooks import dars, erpo, relative_variance, vcrl
+from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.rollout_sources import rollouts_of, training_job

@@ -3,8 +3,9 @@ meanwhile."""
 
 from __future__ import annotations
 
-from megatron_rl.rollouts.hooks.resampling import Resampling, ScoredGroup
-from megatron_rl.rollouts.hooks.sampling_hooks import erpo
+from megatron_rl.hooks import ScoredGroup
+from megatron_rl.hooks.sampling import erpo
+from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.sampling import SamplingPlan, sampling_seed
 from megatron_rl.types import Prompt, Sampling, Score
 

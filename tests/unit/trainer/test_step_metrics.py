@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.reporting.metrics import TABLE
-from megatron_rl.rollouts.experience import experience_of
-from megatron_rl.rollouts.metrics import rollout_metrics
+from megatron_rl.rollouts.rows.experience import experience_of
+from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.types import Score
 from tests.unit.trainer.test_responses import responses
 

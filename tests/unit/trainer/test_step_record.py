@@ -16,8 +16,8 @@ import pytest
 from megatron_rl.checkpoints import directory
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
-from megatron_rl.rollouts.exchange import token_rows, token_versions
-from megatron_rl.rollouts.experience import Experience, Responses, experience_of
+from megatron_rl.rollouts.rows.exchange import token_rows, token_versions
+from megatron_rl.rollouts.rows.experience import Experience, Responses, experience_of
 from megatron_rl.rollouts.step_record import FOLDER, StepRecord, read_step, record_path
 from megatron_rl.trainer.replay import ReplayedRun, find_route
 from megatron_rl.types import Completion, Score, VersionSpan

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from jaxtyping import Int
 
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
-from megatron_rl.rollouts.experience import Response, Responses
-from megatron_rl.rollouts.ownership import Route
+from megatron_rl.rollouts.rows.experience import Response, Responses
+from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion
 

@@ -15,7 +15,7 @@ from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
-from megatron_rl.rollouts.ownership import Ranks
+from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.types import Completion, Prompt, Score, SequenceLengths
 
 

@@ -11,9 +11,9 @@ from statistics import fmean
 import numpy as np
 
 from megatron_rl.passes import TokenScores, UpdateResult
-from megatron_rl.rollouts.annealed import temperature_metrics
-from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.partials import (
+from megatron_rl.rollouts.rows.annealed import temperature_metrics
+from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.rollouts.rows.partials import (
     mismatch_of_partials,
     mismatch_partials,
     of_all_rows,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from megatron_rl.rollouts.experience import Responses
+from megatron_rl.rollouts.rows.experience import Responses
 from megatron_rl.runtime.launch import World
 
 Tokens = Float[np.ndarray, " tokens"]

@@ -9,15 +9,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megatron_rl.data.loader import first_uid
-from megatron_rl.rollouts.hooks.resampling import (
+from megatron_rl.hooks.base import (
     Ask,
     Resample,
     SamplingHook,
     ScoredGroup,
     register_sampling_hook,
 )
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, first_uid
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]

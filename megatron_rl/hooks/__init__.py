@@ -1,0 +1,28 @@
+"""Hooks of rollouts. Importing this package registers its own: vcrl, dars, erpo."""
+
+from megatron_rl.hooks import sampling
+from megatron_rl.hooks.base import (
+    ROLLOUT_HOOKS,
+    Ask,
+    ChosenHooks,
+    Resample,
+    RolloutEdit,
+    SamplingHook,
+    ScoredGroup,
+    register_rollout_hook,
+    register_sampling_hook,
+)
+
+FILES = (sampling,)
+
+__all__ = [
+    "ROLLOUT_HOOKS",
+    "Ask",
+    "ChosenHooks",
+    "Resample",
+    "RolloutEdit",
+    "SamplingHook",
+    "ScoredGroup",
+    "register_rollout_hook",
+    "register_sampling_hook",
+]

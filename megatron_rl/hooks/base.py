@@ -1,0 +1,175 @@
+"""Hooks of rollouts: code of a user, or of ``sampling.py``, that a run names in ``rollout_hooks``.
+
+Rollout hooks: a user's code between scoring and credit, for rewards, whole groups and metrics.
+What holds whatever a hook does:
+
+- It is called once a step, on rank 0, with all groups of the step in canonical order, after dynamic
+  sampling. Its answer is sent to every rank, so that ranks agree even where a hook asks a service
+  or draws random numbers.
+- Prompts, tokens, logprobs, texts and verdicts (``score.correct``) stay as they are: responses
+  are frozen, and only what ``RolloutEdit`` can say is applied. Evaluation is not hooked.
+- A dropped group leaves the step as if it had not been sampled; it is not replaced.
+- Hooks run in the order of the configuration, each on what the one before left.
+- A hook's own state is in no checkpoint: what it decides must follow from its arguments for a
+  resumed run to be equal.
+
+Sampling hooks: which prompts a step asks the engine again, and at which temperature.
+What holds whatever a hook does:
+
+- Every rank calls it with the same scored groups, in canonical order, behind dynamic sampling and
+  before the rollout hooks that are functions. It decides from its arguments and its state alone, so
+  that no message is needed and ranks agree. Groups that dynamic sampling refused are no part of the
+  step: it is told their scores by ``observe``.
+- Its state belongs to the checkpoint.
+- Hooks run in the order of the configuration, each on what the one before left. One that asks is
+  called again with the answers, until it asks no more.
+- What is asked is sampled by the newest weights. Evaluation is not hooked.
+- A prompt's temperature is that of the hooks when its weights were published: a server that is
+  ``source.staleness`` updates behind does not know of later steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple, Protocol
+
+from pydantic import SerializeAsAny
+
+from megatron_rl.knobs import Choices, Named, by_key, register_piece
+from megatron_rl.types import Prompt, Score
+
+ROLLOUT_HOOKS = Choices("rollout hook")
+# In the order in which they are called, each with its knobs.
+ChosenHooks = Annotated[dict[str, SerializeAsAny[Named]], by_key(ROLLOUT_HOOKS)]
+
+
+@dataclass(frozen=True)
+class RolloutEdit:
+    """What a hook wants changed; None leaves it.
+
+    Example, for two groups of two responses: the second is dropped, the first one's reward halved::
+
+        RolloutEdit(rewards=[[0.5, 0.0], [0.0, 0.0]], keep=[True, False], metrics={"dropped": 1})
+    """
+
+    rewards: Sequence[Sequence[float]] | None = None  # the new total of every response, by group
+    keep: Sequence[bool] | None = None  # one flag per group
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as hook/<its name>/<key>
+
+
+Hook = Callable[..., RolloutEdit]
+_hooks: dict[str, Hook] = {}
+
+
+def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
+    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``; the head of this file says what
+    holds.
+
+    Registering calls nothing: a run names its hooks, ``rollout_hooks.<name>={}``.
+    Example::
+
+        @register_rollout_hook("halve")
+        def halve(step: int, groups: Groups, *, factor: float = 0.5) -> RolloutEdit:
+            rewards = [[factor * r.score.reward for r in group] for group in groups]
+            return RolloutEdit(rewards=rewards)
+
+    Raises:
+        RegistrationError: the name is taken, or a knob has no type.
+    """
+
+    def register(function: Hook) -> Hook:
+        register_piece(ROLLOUT_HOOKS, name, function, ("step", "groups"))
+        _hooks[name] = function
+        return function
+
+    return register
+
+
+def rollout_hook(name: str) -> Hook:
+    """The registered function."""
+    return _hooks[name]
+
+
+class ScoredGroup(NamedTuple):
+    """A prompt and the verdicts on its responses."""
+
+    prompt: Prompt
+    scores: Sequence[Score]
+
+    @property
+    def num_correct(self) -> int:
+        return sum(score.correct for score in self.scores)
+
+
+class Ask(NamedTuple):
+    """``num_responses`` more are wanted to ``prompt``. They join the group ``into`` (its number
+    among those that the hook was given); None: they are a group of their own, behind all others."""
+
+    prompt: Prompt
+    num_responses: int
+    into: int | None = None
+
+
+@dataclass(frozen=True)
+class Resample:
+    """What a hook wants; ``keep``: a flag for each group, None for all. Groups are dropped after
+    the answers have joined them.
+
+    Example: two more responses to the first of two groups, and the second leaves:
+    ``Resample(asks=[Ask(groups[0].prompt, 2, into=0)], keep=[True, False])``.
+    """
+
+    asks: Sequence[Ask] = ()
+    keep: Sequence[bool] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as hook/<its name>/<key>
+
+
+class SamplingHook(Protocol):
+    """See the head of this file."""
+
+    def temperature(self, prompt: Prompt, plain: float) -> float:
+        """At which a prompt is sampled in the first place; ``plain``: without this hook."""
+
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """Groups of the step that dynamic sampling refused, before ``resample``."""
+
+    def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
+        """``turn``: 0, then one more for each time that it has asked."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+
+    def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+        """The inverse. ``prompts``: those of the training data."""
+
+
+_makers: dict[str, Callable[..., SamplingHook]] = {}
+
+
+def register_sampling_hook(
+    name: str, *, changes_temperature: bool = False
+) -> Callable[[Callable[..., SamplingHook]], Callable[..., SamplingHook]]:
+    """``f(*, knobs)`` returns a ``SamplingHook``; a run names it, ``rollout_hooks.<name>={}``.
+
+    Args:
+        changes_temperature: whether some responses are sampled at another one than the policy is
+            trained at, so that a run needs importance weights.
+
+    Raises:
+        RegistrationError: the name is taken, or a knob has no type.
+    """
+
+    def register(maker: Callable[..., SamplingHook]) -> Callable[..., SamplingHook]:
+        piece = register_piece(ROLLOUT_HOOKS, name, maker, ())
+        piece.resamples = True
+        piece.changes_temperature = changes_temperature
+        _makers[name] = maker
+        return maker
+
+    return register
+
+
+def sampling_hook(name: str, chosen: Named) -> SamplingHook:
+    """A new one with the knobs that are chosen."""
+    return _makers[name](**chosen.knobs)
