@@ -22,7 +22,7 @@ from megatron_rl.models import architecture_from
 from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.at_start import plan as memory_plan
 from megatron_rl.planning.parameter_counts import stage_counts
-from megatron_rl.planning.phases import Room
+from megatron_rl.planning.phases import MemoryBudget
 from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
 from tests.distributed.big_models import CASES, CONFIGS, Case, train_layout, write_config
 from tests.distributed.fake_world import Kind
@@ -243,7 +243,7 @@ def test_memory_plans(tmp_path, model, ranks, layout, gpu_gib, lacking):
         "memory.offload=[optimizer,gradients,weights]",
     ]
     config = validate(Config, compose("config", overrides), "test")
-    room = Room("cuda", gpu_gib)
+    room = MemoryBudget("cuda", gpu_gib)
     stages = memory_plan(config, ranks, room, fused=True)
     found = problems(stages, config, room)
     print(describe(stages, config, room))
@@ -260,6 +260,6 @@ def test_memory_plan_of_the_experiment(tmp_path, gpu_gib, fits):
     overrides = ["experiment=qwen2_5_7b_8gpu", f"model.path={tmp_path}"]
     overrides += ["data.train=-", "data.eval=-"]
     config = validate(Config, compose("config", overrides), "test")
-    room = Room("cuda", gpu_gib)
+    room = MemoryBudget("cuda", gpu_gib)
     found = problems(memory_plan(config, 8, room, fused=True), config, room)
     assert (found == []) == fits, found

@@ -37,7 +37,7 @@ def taken_from_vllm() -> list[str]:
 
 def test_what_is_taken_from_vllm_is_known():
     assert "vllm:LLM" in taken_from_vllm()
-    assert "vllm.v1.engine.async_llm:AsyncLLM" in taken_from_vllm()
+    assert "vllm.distributed.weight_transfer.base:WeightTransferEngine" in taken_from_vllm()
 
 
 def test_what_the_worker_replaces_exists():

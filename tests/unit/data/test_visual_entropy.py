@@ -145,7 +145,7 @@ def test_tool_scores_a_data_file_that_feeds_durian(
     )
     flat, both = (json.loads(line)["extra"] for line in out.read_text().splitlines())
     assert flat["level"] == 1 and 0 <= flat["visual_entropy"] < both["visual_entropy"]
-    assert load_method("durian").needs.visual_entropy
+    assert "visual_entropy" in load_method("durian").reads
     words = [
         str(folder),
         "--cache",
