@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron_rl.signals.histories import Histories
 from torch import Tensor
 
 from megatron_rl.config.load import compose, validate
@@ -37,10 +36,10 @@ def main() -> None:
     tokenizer = load_tokenizer(config.model.path)
     data = shared_data(config, world, tokenizer, None)
     reward = build_reward(config.reward, lambda prompt: prompt.text)
-    method = build_method(config, data)
-    policy = build_policy(config, method)
+    method, signals = build_method(config, data)
+    policy = build_policy(config, method, signals)
     engine, _ = build_engine(config, world, policy)
-    learner = build_learner(config, world, policy, method, Histories())
+    learner = build_learner(config, world, policy, method, signals)
     loader = training_stream(data, config)
     sampling = rollout_sampling(config, stop_token_ids(tokenizer.eos_token_id))
 
