@@ -13,7 +13,9 @@ pytestmark = pytest.mark.gpu
 
 
 def test_number_formats_and_memory(tmp_path):
-    done = launch(Path(__file__).with_name("policy_worker.py"), 1, [tmp_path], timeout=280)
+    worker = Path(__file__).with_name("policy_worker.py")
+    # Forked from a process that has asked for devices, CUDA cannot start.
+    done = launch(worker, 1, [tmp_path], timeout=280, is_warm=False)
     assert "OK bf16" in done.stdout and "OK adam" in done.stdout and "OK memory" in done.stdout, (
         done.stdout
     )
