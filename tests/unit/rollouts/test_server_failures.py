@@ -8,8 +8,8 @@ import pytest
 
 from megatron_rl.rollouts.backends.failures import PromptFailureError, RequestFailures
 from megatron_rl.types import Sampling
+from tests.unit.rollouts.server_fakes import Fleet, contents, publish, run, step
 from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import Fleet, contents, publish, run, step
 
 NAMES = {"a", "b", "c", "d", "e", "f", "g"}
 P = ("p", 0)

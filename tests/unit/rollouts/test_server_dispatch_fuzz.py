@@ -25,8 +25,7 @@ from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, VersionSpan
-from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import (
+from tests.unit.rollouts.server_fakes import (
     Failed,
     Gone,
     Group,
@@ -36,6 +35,7 @@ from tests.unit.trainer.server_fakes import (
     text_of,
     tokens_of,
 )
+from tests.unit.trainer.fakes import prompts
 
 STEPS = 6
 SEEDS = 5

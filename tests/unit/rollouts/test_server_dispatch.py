@@ -17,8 +17,7 @@ from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.runtime.display import Progress
 from megatron_rl.types import Sampling, Score
-from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import (
+from tests.unit.rollouts.server_fakes import (
     IN_TWO_STEPS,
     RULES,
     FirstTokenIsOdd,
@@ -31,6 +30,7 @@ from tests.unit.trainer.server_fakes import (
     uid_of,
     welcome,
 )
+from tests.unit.trainer.fakes import prompts
 
 
 def test_a_step_gets_its_prompts_in_order_of_the_version_that_is_due(start):

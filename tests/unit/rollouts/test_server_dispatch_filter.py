@@ -11,8 +11,7 @@ from dataclasses import replace
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.types import Prompt, Score
-from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import (
+from tests.unit.rollouts.server_fakes import (
     RULES,
     Fleet,
     contents,
@@ -24,6 +23,7 @@ from tests.unit.trainer.server_fakes import (
     uid_of,
     welcome,
 )
+from tests.unit.trainer.fakes import prompts
 
 FILTERED = replace(RULES, max_groups=12)
 
