@@ -35,8 +35,8 @@ TABLE: Mapping[str, Metric] = {
     "rollout/response_tokens_wrong_mean": Metric("the same of the wrong ones", "tokens"),
     "rollout/response_tokens_max": Metric("longest response", "tokens"),
     "rollout/truncated_share": Metric("responses cut by the length limit", "share"),
-    "rollout/discarded_groups": Metric("groups thrown away by dynamic sampling", "groups"),
-    "rollout/tries": Metric(
+    "rollout/discarded_groups": Metric("groups refused by dynamic sampling", "groups"),
+    "rollout/sampling_rounds": Metric(
         "prompts that dynamic sampling looked at, in batches of the step's size, rounded up",
         "batches",
     ),
@@ -155,7 +155,7 @@ TABLE: Mapping[str, Metric] = {
     "throughput/response_tokens_per_s": Metric(
         "response tokens of the step / seconds of the whole step", "tokens/s"
     ),
-    "throughput/unused_tokens_share": Metric(
+    "throughput/discarded_tokens_share": Metric(
         "of all sampled tokens, those of no response of the step: groups that were not wanted, or"
         " sampled ahead and not needed, or beyond the end of a step of partial rollouts",
         "share",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
@@ -14,35 +13,31 @@ from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.reading import Data
 from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.engine.sampling import eos_token_ids
-from megatron_rl.engine.serving.client import (
-    RequestFailedError,
-    ServerClient,
-    ServerLostError,
-    ServerUnreachableError,
-)
+from megatron_rl.engine.serving.client import ServerClient
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.protocols import Reward, RolloutEngine, WeightSource, WeightSync
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchEngines
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines
 from megatron_rl.rollouts.backends.colocation import Colocation
 from megatron_rl.rollouts.backends.launch import LaunchBackend
-from megatron_rl.rollouts.backends.served import ServedParts, ServerEngines
+from megatron_rl.rollouts.backends.served import ServerEngines
 from megatron_rl.rollouts.backends.server_parts import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.demonstrations import Demonstrations
 from megatron_rl.rollouts.hooks.resampling import resampling_of
-from megatron_rl.rollouts.jobs import TrainingJob
+from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.logprob_check import LogprobCheck, Scoring, check_sequences
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.reward_thread import RewardThread
-from megatron_rl.rollouts.rollouts import Rollouts, source_rules
+from megatron_rl.rollouts.rollouts import Rollouts, step_rules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.registry import FOLDER, Registry, run_secret
 from megatron_rl.types import Sampling, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, switch_weights
@@ -76,17 +71,26 @@ class SourceParts:
     save: Callable[[int], None]
     demonstrations: Demonstrations | None = None
 
-    def job(self, config: Config) -> TrainingJob:
+    def job(self, config: Config) -> GenerationJob:
         """The steps of the run."""
+        source = config.source
         plan = SamplingPlan(
             self.sampling,
             config.seed,
             response_limit=config.rollout.response_limit,
             hooks=resampling_of(config.rollout_hooks, self.data.train_prompts),
-            staleness=config.source.staleness,
+            staleness=source.staleness,
         )
-        return TrainingJob(
-            rules=source_rules(self.method, config.batch, config.source),
+        return GenerationJob(
+            rules=step_rules(
+                self.method,
+                config.batch.prompts_per_step,
+                config.batch.responses_per_prompt,
+                staleness=source.staleness,
+                lockstep=source.schedule == "lockstep",
+                groups_in_flight=source.partial.groups_in_flight,
+                max_age=source.partial.max_age,
+            ),
             stream=PromptStream(self.loader),
             plan=plan,
             wants_group=self.method.wants_group,
@@ -99,20 +103,22 @@ def build_colocated(
     world: World,
     display: Display,
     parts: SourceParts,
-    engines: tuple[RolloutEngine, WeightSync, Colocation],
+    engine: RolloutEngine,
+    weight_sync: WeightSync,
 ) -> Rollouts:
-    """``engines``: the engine of this rank, what brings it weights, and its turns with the
-    policy."""
-    engine, weight_sync, colocation = engines
+    """``engine``: that of this rank; ``weight_sync``: what brings it weights."""
     job = parts.job(config)
     backend = LaunchBackend(engine, RewardThread(parts.reward, parts.decode), world, display)
-    launch = LaunchEngines(backend, world, job)
-    return Rollouts(
-        world=world,
-        engines=ColocatedEngines(launch, parts.policy, engine, weight_sync, colocation),
-        job=job,
-        post=parts.post,
+    colocation = Colocation(
+        parts.policy,
+        engine,
+        weight_sync,
+        config.memory.offload,
+        Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib),
+        build_logprob_check(config, world, parts, engine),
     )
+    engines = ColocatedEngines(backend, world, job, colocation)
+    return Rollouts(world, parts.policy, engines, job, parts.post)
 
 
 def build_served(config: Config, world: World, display: Display, parts: SourceParts) -> Rollouts:
@@ -120,29 +126,23 @@ def build_served(config: Config, world: World, display: Display, parts: SourcePa
     folder = Path(config.run_dir) / FOLDER
     secret = world.from_main(lambda: run_secret(folder))
     job = parts.job(config)
-    rules = job.rules
     # What waits for servers when the policy has changed is of the versions before.
-    held = WeightHistory(parts.weights) if rules.lockstep and rules.staleness else None
+    held = WeightHistory(parts.weights) if job.rules.lockstep and job.rules.staleness else None
     server_parts = _server_parts(config, parts, secret)
-
-    def backend(saved: Mapping[str, Any] | None) -> ServerBackend:
-        return ServerBackend(job, server_parts, Registry(folder), saved)
-
-    served = ServedParts(
-        world=world,
-        policy=parts.policy,
-        fleet=_fleet(config, world, held or parts.weights, secret),
-        held=held,
-        backend=backend,
-        save=parts.save,
-        display=display,
+    engines = ServerEngines(
+        world,
+        _fleet(config, world, held or parts.weights, secret),
+        held,
+        lambda saved: ServerBackend(job, server_parts, Registry(folder), saved),
+        parts.save,
+        display,
+        job,
     )
-    engines = ServerEngines(served, job)
     engines.checks = build_logprob_check(config, world, parts, engines)
     # In lockstep the steps of a run follow from its settings.
-    is_recorded = not rules.lockstep and config.source.record_gib > 0
+    is_recorded = not job.rules.lockstep and config.source.record_gib > 0
     record = StepRecord(config, world.size) if is_recorded else None
-    return Rollouts(world=world, engines=engines, job=job, post=parts.post, record=record)
+    return Rollouts(world, parts.policy, engines, job, parts.post, record)
 
 
 def _server_parts(config: Config, parts: SourceParts, secret: str) -> ServerParts:
@@ -156,14 +156,11 @@ def _server_parts(config: Config, parts: SourceParts, secret: str) -> ServerPart
                 [*parts.data.train_prompts, *parts.data.held_out_prompts], parts.vision
             ),
         ),
-        lost=ServerLostError,
-        unreachable=ServerUnreachableError,
-        failed=RequestFailedError,
         switch=partial(_switch, secret, _in_flight(config)),
         # ``reward.step_timeout_s`` bounds one call: at most a step's responses.
         rewards=lambda wake: RewardThread(parts.reward, parts.decode, at_most=in_step, wake=wake),
         capacity=config.source.requests_per_server,
-        timeouts=RequestTimeouts(config.source.give_up_factor),
+        timeouts=RequestTimeouts(config.source.request_timeout_factor),
         longest_response=config.rollout.max_response_tokens,
     )
 

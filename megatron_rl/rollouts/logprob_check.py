@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.passes import TokenScores
-from megatron_rl.protocols import WeightSync
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Image, Prompt, SequenceBatch, SyncReport
 
@@ -118,9 +117,9 @@ class LogprobCheck:
         batch = sequence_batch(pairs, images=[one.images for one in self._sequences])
         return self._score(batch).logprobs.cpu()
 
-    def check(self, version: int, expected: Float[Tensor, " tokens"]) -> tuple[float, float]:
-        """Collective. The engine scores all sequences; returns mean and largest absolute difference
-        over all tokens, in nats, each of the replica where it is worst.
+    def check(self, report: SyncReport, expected: Float[Tensor, " tokens"]) -> SyncReport:
+        """Collective. The engine scores all sequences; returns the report with mean and largest
+        absolute difference over all tokens, in nats, each of the replica where it is worst.
 
         Only the mean is compared with the tolerance: one improbable token may differ by rounding,
         wrong weights shift all.
@@ -150,33 +149,12 @@ class LogprobCheck:
         mean, replica, largest, engine_says, policy_says = max(of_all)
         if self._tolerance is not None and mean > self._tolerance:
             raise WeightSyncError(
-                f"step {version}: after the weight sync rollout engine (replica {replica}) and"
-                f" policy differ by {mean:.3g} nats in the logprob of a token on average, by"
+                f"step {report.version}: after the weight sync rollout engine (replica {replica})"
+                f" and policy differ by {mean:.3g} nats in the logprob of a token on average, by"
                 f" {largest:.3g} at most ({engine_says:.4g} and {policy_says:.4g}),"
                 f" weight_sync.logprob_check_tolerance is {self._tolerance:g}. The engine does not"
                 " hold the policy's weights, or computes another model; where both are right and"
                 " only rounding differs, raise it"
             )
-        return mean, max(largest for _, _, largest, _, _ in of_all)
-
-
-class CheckedSync:
-    """A weight sync with the logprob check behind it: a difference is a failed sync."""
-
-    def __init__(self, sync: WeightSync, logprob_check: LogprobCheck) -> None:
-        self.inner = sync
-        self._check = logprob_check
-
-    def sync(self, version: int) -> SyncReport:
-        """Collective. The engine can score when the inner sync returns.
-
-        Raises:
-            WeightSyncError: as the inner sync, and on every rank when the two sides differ.
-        """
-        # The policy scores first: its weights may be off the device when the engine is awake.
-        expected = self._check.expected(version)
-        report = self.inner.sync(version)
-        if expected is None:
-            return report
-        mean, largest = self._check.check(version, expected)
+        largest = max(largest for _, _, largest, _, _ in of_all)
         return replace(report, logprob_check_diff=mean, logprob_check_diff_max=largest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.data.loader import PromptLoader, WeightedLoader, numbered
@@ -87,6 +87,19 @@ class PromptStream:
         self._admissions = {}
         self._next = state["number"]
         self._visits = dict(state["visits"])
+
+
+class FixedPrompts(PromptStream):
+    """Some prompts with different uids, each of which comes once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._fixed = prompts
+
+    def prompt(self, number: int, visit: int = 1) -> Prompt:
+        return self._fixed[number]
+
+    def visit(self, group: int, admission: Admission | None = None) -> int:
+        return 1
 
 
 class _Visits:

@@ -26,7 +26,7 @@ class SamplingPlan:
     def __init__(
         self,
         plain: Sampling,
-        seed: int,
+        seed: int | None = None,
         *,
         response_limit: Callable[[int], int] | None = None,
         hooks: Resampling | None = None,
@@ -35,7 +35,7 @@ class SamplingPlan:
         """
         Args:
             plain: that of a training step, without its seed.
-            seed: of the run.
+            seed: of the run; None: everything is sampled as ``plain`` says.
             response_limit: tokens, by step; None: that of ``plain``.
             hooks: the sampling hooks of the run, if any.
             staleness: most updates between the newest weights and those that sample.
@@ -66,6 +66,8 @@ class SamplingPlan:
     def of_step(self, step: int) -> Sampling:
         """Without what hooks change for single prompts."""
         plain = self._plain
+        if self._seed is None:
+            return plain
         if plain.annealing is not None:
             plain = replace(plain, annealing=plain.annealing.at(step))
         if self._response_limit is not None:

@@ -38,12 +38,18 @@ from megatron_rl.types import Prompt
 
 FOLDER = "record"
 SUFFIX = ".safetensors"
-_FORMAT = 1
+_FORMAT = 2
 _GIB = 2**30
 _TOKENS = ("token_ids", "sampler_logprobs")
 _ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
-# Of an experience before it is scored, beside its responses.
-_REST = ("discarded_groups", "tries", "unused_tokens", "hook_metrics", "source_metrics")
+# Of an experience before it is scored, next to its responses.
+_REST = (
+    "discarded_groups",
+    "sampling_rounds",
+    "discarded_tokens",
+    "hook_metrics",
+    "source_metrics",
+)
 logger = logging.getLogger(__name__)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron_rl.scheduling.end_of_step import StepGroups
-from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Score, VersionSpan
 
 Place = tuple[int, int]  # a group and a response of it
@@ -29,20 +28,18 @@ class ResponseStore:
         self._held: dict[Place, Completion] = {}
         self._new: dict[Place, Completion] = {}
 
-    def so_far(self, request: Request) -> Completion | None:
-        """What a response had at the start of the step."""
-        return self._held.get((request.group, request.response))
+    def so_far(self, place: Place) -> Sequence[int]:
+        """The token ids of a response at the start of the step."""
+        there = self._held.get(place)
+        return () if there is None else there.token_ids
 
-    def length(self, request: Request) -> int:
-        """Tokens of the same."""
-        there = self.so_far(request)
-        return 0 if there is None else len(there.token_ids)
+    def length(self, place: Place) -> int:
+        return len(self.so_far(place))
 
-    def add(self, request: Request, more: Completion) -> Completion:
+    def add(self, place: Place, more: Completion) -> Completion:
         """What a response has got since the start of the step; returns all of it."""
-        whole = joined(self.so_far(request), more)
-        self._new[request.group, request.response] = whole
-        return whole
+        self._new[place] = joined(self._held.get(place), more)
+        return self._new[place]
 
     def get(self, place: Place) -> Completion | None:
         """All that is there of a response."""
@@ -64,9 +61,7 @@ class ResponseStore:
         for place, completion in self._new.items():
             if place[0] in limits:
                 if place not in ended:
-                    there = self._held.get(place)
-                    length = 0 if there is None else len(there.token_ids)
-                    completion = cut(completion, length + limits[place[0]])
+                    completion = cut(completion, self.length(place) + limits[place[0]])
                 if completion.token_ids:
                     found.append((place, completion))
         return found

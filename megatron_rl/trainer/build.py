@@ -25,16 +25,13 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
 from megatron_rl.rollouts.build import (
     SourceParts,
     build_colocated,
-    build_logprob_check,
     build_served,
 )
 from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
-from megatron_rl.rollouts.logprob_check import CheckedSync
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.exchange import on_main
@@ -48,7 +45,6 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import rank_log
 from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World
-from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.signals import Signals, SignalSetup, signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
@@ -131,12 +127,7 @@ def build_with_engines(
     multimodal = multimodal_config([*data.train_prompts, *data.held_out_prompts], parts.vision)
     with display.phase("building the rollout engine", name="engine"):
         engine, weight_sync = build_engine(config, world, policy, multimodal)
-    memory = build_colocation(config, policy, engine)
-    weight_sync = ColocatedSync(weight_sync, memory)
-    check = build_logprob_check(config, world, parts, engine)
-    if check is not None:
-        weight_sync = CheckedSync(weight_sync, check)
-    return build_colocated(config, world, display, parts, (engine, weight_sync, memory))
+    return build_colocated(config, world, display, parts, engine, weight_sync)
 
 
 def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
@@ -267,12 +258,6 @@ def build_engine(
     engine.sleep()
     policy.reload()
     return engine, weight_sync
-
-
-def build_colocation(config: Config, policy: MegatronPolicy, engine: VllmEngine) -> Colocation:
-    """Policy and sleeping engine on one device, which the policy has."""
-    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
-    return Colocation(policy, engine, config.memory.offload, ledger)
 
 
 def build_sync(

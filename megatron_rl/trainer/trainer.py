@@ -129,8 +129,8 @@ def _step_metrics(
         **sync_metrics(synced),
         **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         "throughput/response_tokens_per_s": num_tokens / clock.seconds["step"],
-        "throughput/unused_tokens_share": experience.unused_tokens
-        / (experience.unused_tokens + num_tokens),
+        "throughput/discarded_tokens_share": experience.discarded_tokens
+        / (experience.discarded_tokens + num_tokens),
         "memory/rss_gib": resident_gib(),
         **synced.measured,
     }

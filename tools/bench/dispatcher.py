@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.dispatcher import Dispatcher, Ended, Event, GenerationRequest, Scored
-from megatron_rl.rollouts.jobs import TrainingJob
+from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import step_rules
 from megatron_rl.rollouts.sampling import SamplingPlan
@@ -80,7 +80,7 @@ def one_step(num_replicas: int, num_responses: int, method: str) -> tuple[int, f
     num_prompts = num_responses // PER_PROMPT
     prompts = [Prompt(f"p{number}", (1, 2), "2", "toy") for number in range(4 * num_prompts)]
     chosen = load_method(method)
-    job = TrainingJob(
+    job = GenerationJob(
         rules=step_rules(chosen, num_prompts, PER_PROMPT),
         stream=PromptStream(PromptLoader(prompts, seed=1, shuffle=True)),
         plan=SamplingPlan(Sampling(PER_PROMPT, 8000), 1),
@@ -89,7 +89,7 @@ def one_step(num_replicas: int, num_responses: int, method: str) -> tuple[int, f
     backend = Formula(0)
     scheduler = Scheduler(job.rules)
     for number in range(num_replicas):
-        scheduler.join(f"{number:06d}", 1 + num_responses // num_replicas, 0)
+        scheduler.queue.join(f"{number:06d}", 1 + num_responses // num_replicas, 0)
     rewards: Any = NoRewards()
     dispatcher = Dispatcher(job, scheduler, backend, rewards)
     begin = time.perf_counter()

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.config.schema import PartialConfig, SourceConfig
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.token_level import PartialRules
-from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.scheduling.work import Request
 from tools.planning.simulated_fleet import DecodeStep, Fleet
 from tools.planning.simulated_rollouts import (
@@ -75,7 +74,7 @@ def one_step(tokens: np.ndarray, engines: Engines) -> Steady:
     response."""
     fleet = engines.fleet
     begin = Mark.of(fleet)
-    scheduler = Scheduler(Rules(*tokens.shape))
+    scheduler = Scheduler(StepRules(*tokens.shape))
     Driver(fleet, scheduler, Lengths(tokens), engines.slots).take()
     return begin.until_now(fleet, 1)
 
@@ -83,7 +82,9 @@ def one_step(tokens: np.ndarray, engines: Engines) -> Steady:
 def partial_step(tokens: np.ndarray, engines: Engines, partial: PartialConfig) -> Steady:
     """Of a step whose other responses continue in the next one."""
     assert partial.groups_in_flight is not None
-    rules = PartialRules(*tokens.shape, partial.groups_in_flight, partial.max_age)
+    rules = StepRules(
+        *tokens.shape, groups_in_flight=partial.groups_in_flight, max_age=partial.max_age
+    )
     fleet = engines.fleet
     driver = PartialDriver(fleet, rules, Lengths(tokens), engines.slots)
     for _ in range(2 + partial.max_age):
@@ -99,6 +100,8 @@ def step_beside_training(
 ) -> Steady:
     """Of a step of a run whose engines sample while it trains for ``update_s`` and while they get
     new weights: ``seconds`` of all of it together."""
-    rules = Rules(*tokens.shape, staleness=source.staleness, lockstep=source.schedule == "lockstep")
+    rules = StepRules(
+        *tokens.shape, staleness=source.staleness, lockstep=source.schedule == "lockstep"
+    )
     driver = Driver(engines.fleet, Scheduler(rules), Lengths(tokens), engines.slots)
     return beside_training(driver, update_s, push, _STEPS, first_steps=2 + source.staleness)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.work import Request
 from tools.planning.simulated_fleet import Fleet
 
@@ -51,7 +51,7 @@ class Driver:
         self.names = [_name(number) for number in range(len(fleet.replicas))]
         self.switch_s = 0.0
         for name in self.names:
-            scheduler.join(name, capacity, scheduler.version)
+            scheduler.queue.join(name, capacity, scheduler.version)
 
     def switch(self) -> None:
         """Replicas that need their old weights no more go over to the newest."""
@@ -149,7 +149,7 @@ class PartialDriver:
     """The same for partial rollouts. ``there``: tokens of a response of earlier steps; ``limit``:
     most tokens that one gets in this step."""
 
-    def __init__(self, fleet: Fleet, rules: PartialRules, content: Content, capacity: int) -> None:
+    def __init__(self, fleet: Fleet, rules: StepRules, content: Content, capacity: int) -> None:
         self.fleet = fleet
         self.scheduler = Scheduler(rules)
         self.content = content
@@ -157,7 +157,7 @@ class PartialDriver:
         self.limit = math.inf
         self.sampled: list[Request] = []  # in this step
         for number in range(len(fleet.replicas)):
-            self.scheduler.join(_name(number), capacity, 0)
+            self.scheduler.queue.join(_name(number), capacity, 0)
 
     def left(self, request: Request) -> int:
         """Tokens that a response still takes."""

@@ -41,6 +41,8 @@ NAMES_HERE: Mapping[str, str] = {
     "max_grad_norm": "optim.clip_grad",
     "warmup_ratio": "optim.warmup_steps",
     "project_name": "logging.wandb_project",
+    # Former names of keys of this package.
+    "give_up_factor": "source.request_timeout_factor",
 }
 
 # Words of a key (between dots and underscores) -> what to say. README has the same list.

@@ -197,13 +197,13 @@ def _tokens(run: Run, *, sampled: bool) -> float | None:
     for row in run.rows:
         mean = row.get("rollout/response_tokens_mean")
         count = row.get("rollout/num_responses")
-        unused = row.get("throughput/unused_tokens_share") or 0.0
+        discarded = row.get("throughput/discarded_tokens_share") or 0.0
         if mean is None or count is None:
             continue
         tokens = mean * count
         # The share is one of all sampled tokens: 300 that were trained and a share of 0.25 are 400.
-        if sampled and unused < 1:
-            tokens /= 1 - unused
+        if sampled and discarded < 1:
+            tokens /= 1 - discarded
         of_steps.append(tokens)
     return _sum(of_steps)
 

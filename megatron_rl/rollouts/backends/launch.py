@@ -40,6 +40,7 @@ from megatron_rl.rollouts.dispatcher import (
 )
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.rollouts.rollouts import SampledStep
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.runtime.display import Display
@@ -108,13 +109,13 @@ class Replica:
 
     def _submit(self, group: int, of_group: Sequence[GenerationRequest]) -> None:
         first = of_group[0]
-        prompt = self._job.prompt(group, first.visit)
-        sampling = self._job.sampling(first.step, prompt, first.request.version)
+        prompt = self._job.stream.prompt(group, first.visit)
+        sampling = self._job.plan(first.step, prompt, first.request.version)
         so_far = {}
         for wanted in of_group:
-            there = self._job.store.so_far(wanted.request)
-            if there is not None:
-                so_far[wanted.request.response] = there.token_ids
+            there = self._job.store.so_far(wanted.request.place)
+            if there:
+                so_far[wanted.request.response] = there
         responses = [wanted.request.response for wanted in of_group]
         numbers = self._engine.submit(prompt, responses, sampling, so_far)
         self._running.update(zip(numbers, of_group, strict=True))
@@ -126,9 +127,9 @@ class Replica:
         for number, new in self._engine.poll() if self._running else ():
             wanted = self._running.pop(number)
             request = wanted.request
-            completion = self._job.store.add(request, new)
+            completion = self._job.store.add(request.place, new)
             if self._num_ended % self._num_ranks == self._number:
-                prompt = self._job.prompt(request.group, wanted.visit)
+                prompt = self._job.stream.prompt(request.group, wanted.visit)
                 self._rewards.give(request, prompt, completion)
             self._num_ended += 1
             self.num_tokens += len(new.token_ids)
@@ -162,7 +163,7 @@ class Replica:
             return []
         requests = [self._running.pop(number).request for number in numbers]
         for request, new in zip(requests, self._engine.pause(numbers), strict=True):
-            self._job.store.add(request, new)
+            self._job.store.add(request.place, new)
             self.num_tokens += len(new.token_ids)
         return requests
 
@@ -227,16 +228,16 @@ class LaunchBackend:
         """The first rank of this replica."""
         return int(self.leaders[self._engine.replica])
 
-    @property
-    def weight_version(self) -> int:
-        """Of the weights that the engine samples with."""
-        return self._engine.weight_version
-
     def dispatcher(self, job: GenerationJob, scheduler: Scheduler) -> Dispatcher:
         """For rank 0. Its workers are the replicas."""
         for replica in range(self._engine.num_replicas):
-            scheduler.join(worker_name(replica), self._engine.capacity, scheduler.version)
+            scheduler.queue.join(worker_name(replica), self._engine.capacity, scheduler.version)
         return Dispatcher(job, scheduler, self._tasks, self._rewards)
+
+    def answers(self, job: GenerationJob, what: str, clock: Clock) -> SampledStep:
+        """Collective: a job of one step, with the weights that the engines have."""
+        dispatcher = self.dispatcher(job, Scheduler(job.rules)) if self._world.is_main else None
+        return SampledStep.of(self.run(job, dispatcher, what, clock), job, self._world.rank)
 
     def run(
         self, job: GenerationJob, dispatcher: Dispatcher | None, what: str, clock: Clock

@@ -81,9 +81,6 @@ class ServerParts:
 
     Attributes:
         connect: A client for a URL.
-        lost: Which errors mean that a server is gone.
-        unreachable: Which of these, that it was gone before it was asked.
-        failed: Which of these, that it runs on, and failed at a request.
         switch: Makes the server at a URL use a version that it has staged; raises ConnectionError
             where it does not.
         rewards: Makes the thread that scores responses; it is given what to call, in that thread,
@@ -94,9 +91,6 @@ class ServerParts:
     """
 
     connect: Callable[[str], Client]
-    lost: type[Exception]
-    unreachable: type[Exception]
-    failed: type[Exception]
     switch: Callable[[str, int], None]
     rewards: Callable[[Callable[[], None]], RewardThread]
     capacity: int

@@ -53,7 +53,7 @@ class StagedWeightSwitcher:
                 if not self._scheduler.may_switch(name):
                     continue
                 if self._scheduler.rules.lockstep:  # else what runs goes on with the new ones
-                    self._scheduler.hold(name)
+                    self._scheduler.queue.recall(name)  # it is idle: nothing waits again
             self._running.add(name)
             names.append(name)
         return names

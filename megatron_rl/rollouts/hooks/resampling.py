@@ -25,10 +25,10 @@ _MOST_ROUNDS = 64
 class Sampler(Protocol):
     """What answers prompts in the middle of a step."""
 
-    def generate(
+    def run(
         self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
     ) -> Responses:
-        """Collective; see ``rollouts.Engines``."""
+        """Collective; see ``rollouts.Rollouts``."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Resampled:
         """With what sampling hooks have dropped, and their metrics."""
         return replace(
             experience,
-            unused_tokens=experience.unused_tokens + self.dropped_tokens,
+            discarded_tokens=experience.discarded_tokens + self.dropped_tokens,
             hook_metrics={**self.metrics, **experience.hook_metrics},
         )
 
@@ -96,7 +96,7 @@ class Resampling:
                     seed = (sampling.seed + num_asked) % 2**32
                     single = replace(sampling, num_responses=1, seed=seed)
                     singles, groups = _singles(wanted.asks, num_groups)
-                    more = sampler.generate(singles, single, "asking again", clock)
+                    more = sampler.run(singles, single, "asking again", clock)
                     prompts = [ask.prompt for ask in wanted.asks for _ in range(ask.num_responses)]
                     responses = merged(responses, replace(more, prompts=prompts), groups)
                 keep = np.ones(responses.num_groups, dtype=bool)

@@ -62,7 +62,7 @@ class Responses:
         return int(self.group_ids[-1]) + 1 if len(self) else 0
 
     @property
-    def given(self) -> Bool[np.ndarray, " rows"]:
+    def is_demonstration(self) -> Bool[np.ndarray, " rows"]:
         """Which came with their prompt, see ``rollouts/demonstrations.py``."""
         return self.weight_versions == DEMONSTRATED
 
@@ -116,9 +116,9 @@ class Experience:
     rewards: Float[Tensor, " responses"]
     correct: Bool[Tensor, " responses"]
     truncated: Bool[Tensor, " responses"]
-    discarded_groups: int = 0  # thrown away by dynamic sampling
-    tries: int = 1  # prompts that dynamic sampling looked at, over those of a step, rounded up
-    unused_tokens: int = 0  # sampled ahead of need, or of groups that were thrown away
+    discarded_groups: int = 0  # refused by dynamic sampling
+    sampling_rounds: int = 1  # prompts that were looked at, in batches of a step, rounded up
+    discarded_tokens: int = 0  # sampled ahead of need, or of groups that were refused
     hook_metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
     source_metrics: Mapping[str, float] = field(default_factory=dict)  # ages, servers

@@ -13,15 +13,12 @@ from megatron_rl.rollouts.backends.server_parts import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.reward_thread import RewardThread
-from megatron_rl.scheduling.whole_groups import Rules
+from megatron_rl.scheduling.end_of_step import StepRules
 from tests.unit.evaluation.conftest import run
 from tests.unit.rollouts.server_fakes import (
     RULES,
-    Failed,
     FirstTokenIsOdd,
     Fleet,
-    Gone,
-    Unreachable,
     job_of,
     text_of,
 )
@@ -54,7 +51,7 @@ def bounded_waits(monkeypatch) -> None:
 @pytest.fixture
 def start(made_dispatchers, bounded_waits):
     def start(
-        fleet: Fleet, rules: Rules = RULES, saved=None, *, reward=None, wants=None, **changes
+        fleet: Fleet, rules: StepRules = RULES, saved=None, *, reward=None, wants=None, **changes
     ) -> ServerBackend:
         job = job_of(rules, prompts(7), wants)
         if saved is not None:
@@ -62,9 +59,6 @@ def start(made_dispatchers, bounded_waits):
             job.store.restore(saved["store"])
         parts = ServerParts(
             connect=fleet.connect,
-            lost=Gone,
-            unreachable=Unreachable,
-            failed=Failed,
             switch=fleet.switch,
             rewards=lambda wake: RewardThread(reward or FirstTokenIsOdd(), text_of, wake=wake),
             capacity=4,

@@ -22,6 +22,7 @@ from tests.unit.rollouts.server_fakes import (
     RULES,
     FirstTokenIsOdd,
     Fleet,
+    answers,
     contents,
     groups_of,
     publish,
@@ -88,13 +89,13 @@ def test_a_server_that_never_answers_is_given_up_though_it_says_it_is_well(start
 
 
 def test_an_evaluation_is_answered_by_another_server_than_the_one_that_never_does(start):
-    expected = start_published(start, Fleet(registered={"b"})).generate(ASKED, HELD_OUT)
+    expected = answers(start_published(start, Fleet(registered={"b"})), ASKED, HELD_OUT)
     fleet = Fleet(registered={"a", "b"})
     now_s = [0.0]
     dispatcher = start_idle(start, fleet, RequestTimeouts(4.0, lambda: now_s[0]))
     fleet.silent.add("a")
     with ThreadPoolExecutor(1) as thread:
-        evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
+        evaluated = thread.submit(answers, dispatcher, ASKED, HELD_OUT)
         in_evaluation = len(ASKED) * HELD_OUT.num_responses
         while len(held_out(fleet)) < in_evaluation:
             dispatcher.counts()
@@ -114,8 +115,8 @@ def test_an_evaluation_ends_when_nobody_watches_its_server_any_more(start):
     fleet = Fleet(registered={"a"}, silent={"a"})
     dispatcher = start_published(start, fleet)
     with ThreadPoolExecutor(1) as thread:
-        evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
-        while len(held_out(fleet)) < len(ASKED) * HELD_OUT.num_responses:
+        evaluated = thread.submit(answers, dispatcher, ASKED, HELD_OUT)
+        while not held_out(fleet):
             dispatcher.counts()
         fleet.unreadable = "Input/output error"
         with pytest.raises(OSError, match="Input/output error"):
@@ -330,18 +331,18 @@ def test_held_out_prompts_are_answered_beside_training(start):
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
     asked = prompts(5)
-    groups = dispatcher.generate(asked, Sampling(3, 4, seed=9))
+    groups = answers(dispatcher, asked, Sampling(3, 4, seed=9))
     assert len(groups) == 5 * 3
     tokens = [one.token_ids[0] for one, _ in groups[3:6]]
     assert tokens == [tokens[0] + 7 * response for response in range(3)]
     assert dispatcher.score([(1, 2, 3), (4, 5)]) == [[2.0, 3.0], [5.0]]
     fleet.dead.add("a")
-    assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == groups, "by the other"
+    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)) == groups, "by the other"
     assert fleet.registered == {"b"}
     fleet.dead.add("b")
     with pytest.raises(NoServerError):
         dispatcher.score([(1, 2, 3)])
-    assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == ("starved", {}, None)
+    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)) == ("starved", {}, None)
 
 
 def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
