@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron_rl.engine.serving.client import ServerLostError
+from megatron_rl.engine.serving.client import ServerClient, ServerLostError
 from megatron_rl.rollouts.backends.failures import Asked, RequestFailures
 from megatron_rl.rollouts.backends.loop_thread import LoopThread
-from megatron_rl.rollouts.backends.server_parts import Client, ServerParts, check_versions, stamped
+from megatron_rl.rollouts.backends.server_parts import ServerParts, check_versions, stamped
 from megatron_rl.rollouts.dispatcher import (
     Dispatcher,
     Ended,
@@ -44,7 +44,7 @@ class ServerFleet:
     failures: RequestFailures
     note_failure: Callable[[str, Asked, ServerLostError], None]
     turn: Callable[[], None]
-    clients: dict[str, Client] = field(default_factory=dict)
+    clients: dict[str, ServerClient] = field(default_factory=dict)
 
 
 class ServerRequests:

@@ -31,6 +31,9 @@ from megatron_rl.weight_sync.fleet.fleet import FleetSync
 from megatron_rl.weight_sync.fleet.weight_history import WeightHistory
 
 Result = TypeVar("Result")
+_WITHOUT_CHECKPOINT = (
+    "; without a checkpoint, since responses are open that want older weights than the policy's"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -178,22 +181,19 @@ class ServerEngines:
                 is_newest = outcome.version is None
                 self._push(outcome.servers, self._published if is_newest else outcome.version)
             else:
-                self._wait_for_servers(finished)
+                self._wait_for_servers(finished, outcome)
 
-    def _wait_for_servers(self, finished: int) -> None:
+    def _wait_for_servers(self, finished: int, event: FleetEvent) -> None:
         """No server is left. What is open in lockstep may want the weights of the version
         before, which no checkpoint has; then the last one stands."""
-        may_save = self.world.from_main(lambda: self._main.is_settled())
         if self.world.is_main:
+            without = "" if event.is_settled else _WITHOUT_CHECKPOINT
             logger.warning(
                 "no server is left: the run waits for one to register in run_dir/servers"
                 " (python -m megatron_rl.serve)%s",
-                ""
-                if may_save
-                else "; without a checkpoint, since responses are open that want"
-                " older weights than the policy's",
+                without,
             )
-        if finished > 0 and may_save:
+        if finished > 0 and event.is_settled:
             self.save(finished)
 
     def score(

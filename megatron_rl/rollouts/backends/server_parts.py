@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
+from megatron_rl.engine.serving.client import ServerClient
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.reward_thread import RewardThread
-from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.work import Request
-from megatron_rl.types import Completion, Image, Prompt, Sampling
-
-
-class Client(Protocol):
-    """Requests to one server; see ``engine.client.ServerClient``."""
-
-    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion: ...
-
-    async def generate_until(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        response: int,
-        so_far: Sequence[int],
-        is_enough: Callable[[int], bool],
-    ) -> tuple[Completion, bool]: ...
-
-    async def score(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[float]: ...
-
-    async def close(self) -> None: ...
-
-
-class ServerRegistry(Protocol):
-    """The servers that want to join; see ``runtime.registry.Registry``."""
-
-    def look(self) -> Mapping[str, Registration]: ...
-
-    def remove(self, name: str) -> None: ...
+from megatron_rl.types import Completion
 
 
 class FleetEvent(NamedTuple):
-    """Why ``wait`` returns. ``servers``: URLs of those that are to get weights, by name;
-    ``version``: which weights; None: those that are published."""
+    """Why the main thread is to act before it gets what it waits for.
+
+    Attributes:
+        servers: URLs of those that are to get weights, by name.
+        version: Which weights; None: those that are published.
+        is_settled: Of a run that has no server left: whether the newest weights are all that is
+            wanted.
+    """
 
     kind: Literal["join", "starved"]
     servers: Mapping[str, str] = {}
     version: int | None = None
+    is_settled: bool = True
 
 
 class NoServerError(ConnectionError):
@@ -90,7 +70,7 @@ class ServerParts:
         longest_response: In tokens.
     """
 
-    connect: Callable[[str], Client]
+    connect: Callable[[str], ServerClient]
     switch: Callable[[str, int], None]
     rewards: Callable[[Callable[[], None]], RewardThread]
     capacity: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import starmap, zip_longest
@@ -22,23 +23,23 @@ from megatron_rl.engine.serving.client import (
 )
 from megatron_rl.rollouts.backends.failures import Asked, RequestFailures
 from megatron_rl.rollouts.backends.loop_thread import LoopThread
-from megatron_rl.rollouts.backends.readiness import FleetReadiness
+from megatron_rl.rollouts.backends.readiness import FleetReadiness, Server
 from megatron_rl.rollouts.backends.requests import ServerFleet, ServerRequests
 from megatron_rl.rollouts.backends.server_parts import (
     FleetEvent,
     NoServerError,
     ServerParts,
-    ServerRegistry,
 )
-from megatron_rl.rollouts.backends.switches import StagedWeightSwitcher
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.rollouts import SampledStep, open_metrics
 from megatron_rl.runtime.display import Progress
 from megatron_rl.runtime.guard.activity import ACTIVITY
+from megatron_rl.runtime.registry import Registry
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.types import Image
 
 LOOK_EVERY_S = 0.5
+_SWITCHES = 64  # servers that go over to staged weights at a time
 _SCORED: Asked = ("of the logprob check", 0)
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class ServerBackend:
         self,
         job: GenerationJob,
         parts: ServerParts,
-        registry: ServerRegistry,
+        registry: Registry,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         """``saved``: the ``state`` to resume from; its tokens are in the job's store already."""
@@ -68,17 +69,14 @@ class ServerBackend:
             self._turn,
         )
         self._clients = self._fleet.clients
-        self._urls: dict[str, str] = {}
         scheduler = Scheduler(job.rules, version=-1)
         if saved is not None:
             scheduler = Scheduler.restored(job.rules, saved["scheduler"])
         self._scheduler = scheduler
         self._training = ServerRequests(job, scheduler, self._fleet)
         self._besides: ServerRequests | None = None  # answers to other prompts, while they are made
-        self._switches = StagedWeightSwitcher(parts.switch, scheduler)
-        self._readiness = FleetReadiness(
-            self._training.dispatcher, self._switches, self._urls, self._recall
-        )
+        self._readiness = FleetReadiness(self._training.dispatcher, self._recall)
+        self._switches = ThreadPoolExecutor(_SWITCHES, "switches")
         self._num_reissued = 0  # besides training
         self._num_scored = 0
         self._dead: set[str] = set()  # no other start of a server has its name
@@ -107,11 +105,6 @@ class ServerBackend:
     def settled(self) -> Literal[True] | FleetEvent:
         """Waits until, in lockstep, the newest weights are all that is wanted."""
         return self._thread.call(self._thread.until(self._readiness.settled))
-
-    def is_settled(self) -> bool:
-        """Whether ``settled`` need not wait."""
-        (settled,) = self._thread.call(self._thread.until(lambda: (self._readiness.is_settled,)))
-        return settled
 
     def published(
         self,
@@ -157,7 +150,7 @@ class ServerBackend:
         self._thread.call(self._end())
         self._thread.stop()
         self._fleet.rewards.close()
-        self._switches.close()
+        self._switches.shutdown(wait=False, cancel_futures=True)
 
     # In the thread
 
@@ -201,7 +194,7 @@ class ServerBackend:
                     self._besides.join(name, self._besides.scheduler.version)
         for each in self._jobs:
             each.dispatcher.turn()
-        for name in self._switches.begin():
+        for name in self._readiness.begin_switches():
             self._thread.spawn(self._switch(name))
         self._thread.changed()
 
@@ -258,33 +251,39 @@ class ServerBackend:
         for name, url in updated.items():
             if name in self._dead:
                 continue  # while the weights came
+            server = self._readiness.note_arrival(name, url)
             if staged:
-                self._switches.staged(name, url, version)
-                self._readiness.note_arrival(name)
+                server.staged = version
             else:
-                self._has(name, url, version)
+                self._has(name, server, version)
         self._turn()
 
-    def _has(self, name: str, url: str, version: int) -> None:
+    def _has(self, name: str, server: Server, version: int) -> None:
         """A server samples with these weights from now on; it may be a new one."""
         if name in self._clients:
             self._scheduler.switch(name, version)
             return
-        self._clients[name] = self._parts.connect(url)
-        self._urls[name] = url
+        self._clients[name] = self._parts.connect(server.url)
         self._training.join(name, version)
-        self._readiness.note_arrival(name)
         logger.info("server %s joined at weights version %d", name, version)
 
     async def _switch(self, name: str) -> None:
         """A server goes over to the weights that it has staged."""
+        server = self._readiness.servers[name]
+        version = server.staged
+        failure = None
         try:
-            now = await self._switches.carry_out(name)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._switches, self._parts.switch, server.url, version)
         except ConnectionError as error:
-            self._mark_dead(name, f"failed to switch to staged weights: {error}")
-            return
-        if now is not None:
-            self._has(name, now.url, now.version)
+            failure = f"failed to switch to staged weights: {error}"
+        server.is_switching = False
+        if self._readiness.servers.get(name) is not server:
+            return  # it was marked dead meanwhile
+        if failure is not None:
+            self._mark_dead(name, failure)
+        else:
+            self._has(name, server, version)
             self._turn()
 
     def _recall(self, name: str) -> None:
@@ -311,10 +310,8 @@ class ServerBackend:
             return
         self._dead.add(name)
         self._registry.remove(name)
-        self._readiness.newcomers.pop(name, None)
-        self._switches.forget(name)
+        self._readiness.forget(name)
         client = self._clients.pop(name, None)
-        self._urls.pop(name, None)
         if client is None:
             logger.warning("server %s cannot join: %s", name, why)
             return

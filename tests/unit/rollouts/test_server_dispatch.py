@@ -154,11 +154,11 @@ def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
     fleet = Fleet()
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
-    assert dispatcher.wait().kind == "starved"
-    assert dispatcher.is_settled()
+    news = dispatcher.wait()
+    assert news.kind == "starved" and news.is_settled
     fleet.registered.add("b")
     news = dispatcher.wait()
-    assert news == ("join", {"b": "at b"}, 0)
+    assert news[:3] == ("join", {"b": "at b"}, 0)
     welcome(dispatcher, fleet, news, 0)
     assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
 
@@ -174,11 +174,12 @@ def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start
     first = groups_of(dispatcher.take())
     fleet.dead.add("a")
     publish(dispatcher, fleet, 1)
-    assert dispatcher.wait().kind == "starved"
-    assert not dispatcher.is_settled(), "a checkpoint would lack the weights of version 0"
+    news = dispatcher.wait()
+    assert news.kind == "starved"
+    assert not news.is_settled, "a checkpoint would lack the weights of version 0"
     fleet.registered.add("b")
     news = dispatcher.wait()
-    assert news == ("join", {"b": "at b"}, 0)
+    assert news[:3] == ("join", {"b": "at b"}, 0)
     welcome(dispatcher, fleet, news, 1)
     rest = [step(dispatcher, fleet, version) for version in (2, 3)]
     assert {0, 1} <= {version for name, version, *_ in fleet.asked if name == "b"}
@@ -201,7 +202,7 @@ def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(star
         waits = thread.submit(dispatcher.wait)
         fleet.dead.add("b")
         news = waits.result(timeout=30.0)
-    assert news == ("join", {"a": "at a"}, 0)
+    assert news[:3] == ("join", {"a": "at a"}, 0)
     num_asked = len(fleet.asked)
     welcome(dispatcher, fleet, news, 1)
     rest = [step(dispatcher, fleet, version) for version in (2, 3, 4)]
@@ -342,7 +343,7 @@ def test_held_out_prompts_are_answered_beside_training(start):
     fleet.dead.add("b")
     with pytest.raises(NoServerError):
         dispatcher.score([(1, 2, 3)])
-    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)) == ("starved", {}, None)
+    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)).kind == "starved"
 
 
 def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
