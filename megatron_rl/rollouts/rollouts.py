@@ -167,23 +167,20 @@ class Rollouts:
         plan = self.job.plan
         # Before hooks of scored rollouts and credit: a group is trained with all of its responses.
         again = plan.ask_again(self, step, responses, clock, sampled.refused)
-        if again is not None:
-            responses = again.responses
-        experience = self.post(step, responses, clock)
+        experience = self.post(step, again.responses, clock)
         metrics = dict(summary.metrics)
         if self.engines.has_versions:
-            metrics |= age_metrics(step, responses, self.world)
+            metrics |= age_metrics(step, again.responses, self.world)
         looked_at = len(groups.groups) + num_refused
         experience = replace(
             experience,
             discarded_groups=num_refused,
             sampling_rounds=-(-looked_at // self.job.rules.groups_per_step),
-            discarded_tokens=summary.discarded_tokens,
+            discarded_tokens=summary.discarded_tokens + again.dropped_tokens,
+            hook_metrics={**again.metrics, **experience.hook_metrics},
             source_metrics=metrics,
             annealing=plan.of_step(step).annealing,
         )
-        if again is not None:
-            experience = again.apply_to(experience)
         record = self.record
         if record is not None:
             self.world.from_main(

@@ -81,11 +81,11 @@ class SamplingPlan:
         responses: Responses,
         clock: Clock,
         refused: Sequence[ScoredGroup],
-    ) -> Resampled | None:
+    ) -> Resampled:
         """Collective. What hooks make of the responses of a step, and of the groups that dynamic
-        sampling refused; None where there are no hooks."""
+        sampling refused."""
         if self._hooks is None:
-            return None
+            return Resampled(responses)
         return self._hooks.run(sampler, step, self.of_step(step), responses, clock, refused)
 
     def state(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class StepRecord:
         self._max_bytes = int(config.source.record_gib * _GIB)
         self._header = {
             "format": _FORMAT,
-            "config": config.model_dump(mode="json"),
+            "values": config.model_dump(mode="json"),
             "world_size": world_size,
         }
         self._has_begun = False
@@ -210,14 +210,5 @@ def read_step(folder: Path, step: int) -> Recorded:
             f"{path}: has format {facts['format']}, this program reads {_FORMAT}; replay it with"
             " the program that wrote it"
         )
-    return Recorded(
-        step=facts["step"],
-        values=facts["config"],
-        world_size=facts["world_size"],
-        groups=facts["groups"],
-        start=facts["start"],
-        uids=facts["uids"],
-        tensors=tensors,
-        scores=facts["scores"],
-        rest=facts["rest"],
-    )
+    del facts["format"]
+    return Recorded(tensors=tensors, **facts)

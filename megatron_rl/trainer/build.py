@@ -16,7 +16,7 @@ from megatron_rl.data.reading import Data, training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
+from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.weights.recorder import UndiscoveredError
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluator import build_evaluator
@@ -33,7 +33,6 @@ from megatron_rl.rollouts.build import (
 from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
 from megatron_rl.rollouts.post_rollout import PostRollout
-from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.exchange import on_main
 from megatron_rl.rollouts.sampling import rollout_sampling, stop_token_ids
 from megatron_rl.run.preflight import check_before_build
@@ -89,6 +88,9 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         policy = build_policy(config, method, signals, vision, read_weights=fresh)
     decode = text_of(tokenizer)
     parts = SourceParts(
+        config=config,
+        world=world,
+        display=display,
         policy=policy,
         weights=policy,
         method=method,
@@ -103,9 +105,11 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         save=lambda step: folder.save_unless_there(step, policy, source),
     )
     if config.source.is_servers:
-        source = build_served(config, world, display, parts)
+        source = build_served(parts)
     else:
-        source = build_with_engines(config, world, display, parts)
+        with display.phase("building the rollout engine", name="engine"):
+            engine, weight_sync = build_engine(config, world, policy, parts.multimodal())
+        source = build_colocated(parts, engine, weight_sync)
     return Trainer(
         config=config.trainer,
         source=source,
@@ -116,18 +120,6 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         display=display,
         stop_requested=stop_requested.__bool__,
     )
-
-
-def build_with_engines(
-    config: Config, world: World, display: Display, parts: SourceParts
-) -> Rollouts:
-    """Collective. Engines in the processes of the policy."""
-    data = parts.data
-    policy = parts.policy
-    multimodal = multimodal_config([*data.train_prompts, *data.held_out_prompts], parts.vision)
-    with display.phase("building the rollout engine", name="engine"):
-        engine, weight_sync = build_engine(config, world, policy, multimodal)
-    return build_colocated(config, world, display, parts, engine, weight_sync)
 
 
 def build_method(config: Config, data: Data) -> tuple[Method, Signals]:

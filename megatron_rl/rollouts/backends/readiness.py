@@ -5,12 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from megatron_rl.rollouts.backends.server_parts import FleetEvent
 from megatron_rl.rollouts.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
+
+
+class FleetEvent(NamedTuple):
+    """Why the main thread is to act before it gets what it waits for.
+
+    Attributes:
+        servers: URLs of those that are to get weights, by name.
+        version: Which weights; None: those that are published.
+        is_settled: Of a run that has no server left: whether the newest weights are all that is
+            wanted.
+    """
+
+    kind: Literal["join", "starved"]
+    servers: Mapping[str, str] = {}
+    version: int | None = None
+    is_settled: bool = True
+
+
+class NoServerError(ConnectionError):
+    """No server is left."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_rl.rollouts.backends.server_parts import FleetEvent, NoServerError
+from megatron_rl.rollouts.backends.readiness import FleetEvent, NoServerError
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.jobs import GenerationJob, answers_to
 from megatron_rl.rollouts.logprob_check import LogprobCheck

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import starmap, zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megatron_rl.engine.serving.client import (
     RequestFailedError,
@@ -23,13 +23,13 @@ from megatron_rl.engine.serving.client import (
 )
 from megatron_rl.rollouts.backends.failures import Asked, RequestFailures
 from megatron_rl.rollouts.backends.loop_thread import LoopThread
-from megatron_rl.rollouts.backends.readiness import FleetReadiness, Server
-from megatron_rl.rollouts.backends.requests import ServerFleet, ServerRequests
-from megatron_rl.rollouts.backends.server_parts import (
+from megatron_rl.rollouts.backends.readiness import (
     FleetEvent,
+    FleetReadiness,
     NoServerError,
-    ServerParts,
+    Server,
 )
+from megatron_rl.rollouts.backends.requests import ServerFleet, ServerParts, ServerRequests
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.rollouts import SampledStep, open_metrics
 from megatron_rl.runtime.display import Progress
@@ -42,6 +42,14 @@ LOOK_EVERY_S = 0.5
 _SWITCHES = 64  # servers that go over to staged weights at a time
 _SCORED: Asked = ("of the logprob check", 0)
 logger = logging.getLogger(__name__)
+
+
+Result = TypeVar("Result")
+
+
+def in_thread(work: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[..., Result]:
+    """A method that the thread runs while its caller, the main thread, waits."""
+    return wraps(work)(lambda self, *args, **more: self._thread.call(work(self, *args, **more)))
 
 
 class ServerBackend:
@@ -94,7 +102,13 @@ class ServerBackend:
         if report is None:
             return self._thread.call(event)
         begin = self._training.num_tokens
-        return self._thread.call(event, lambda: report(self._thread.call(self._progress(begin))))
+
+        async def progress() -> Progress:
+            # Only a server knows the tokens of what it has not finished.
+            num_tokens = self._training.num_tokens - begin
+            return replace(self._training.dispatcher.progress, num_tokens=num_tokens)
+
+        return self._thread.call(event, lambda: report(self._thread.call(progress())))
 
     def drained(self, version: int) -> Mapping[str, str] | FleetEvent:
         """Waits until every server may get weights of ``version``, or where they are staged, until
@@ -106,7 +120,8 @@ class ServerBackend:
         """Waits until, in lockstep, the newest weights are all that is wanted."""
         return self._thread.call(self._thread.until(self._readiness.settled))
 
-    def published(
+    @in_thread
+    async def published(
         self,
         version: int,
         updated: Mapping[str, str],
@@ -115,23 +130,63 @@ class ServerBackend:
         staged: bool = False,
     ) -> None:
         """The weights of ``version`` exist, ``updated`` have them (name -> URL), and ``lost`` could
-        not take them (name -> why). ``staged``: they have them beside those in use."""
-        self._thread.call(self._published(version, updated, lost, staged))
+        not take them (name -> why). ``staged``: they have them next to those in use."""
+        for name, why in lost.items():
+            self._mark_dead(name, why)
+        # Before the servers switch: what wants the new weights must be in the queue.
+        if version > self._scheduler.version:
+            self._scheduler.published(version)
+        for name, url in updated.items():
+            if name in self._dead:
+                continue  # while the weights came
+            server = self._readiness.note_arrival(name, url)
+            if staged:
+                server.staged = version
+            else:
+                self._has(name, server, version)
+        self._turn()
 
-    def take(self) -> SampledStep:
+    @in_thread
+    async def take(self) -> SampledStep:
         """The next step."""
-        return self._thread.call(self._take())
+        summary = self._training.dispatcher.take()
+        # Before the tokens of the step leave the store.
+        sampled = SampledStep.of(summary, self._job, rank=0)
+        groups = summary.groups
+        store = self._job.store
+        store.begin_step(store.unfinished(groups, summary.ended))
+        store.forget([*groups.groups, *groups.refused])
+        self._training.step_is_taken()
+        self._job.stream.forget(groups.step, groups.end)
+        metrics = {**open_metrics(groups, self._job), **self.counts()}
+        self._turn()
+        return sampled._replace(summary=replace(summary, metrics=metrics))
+
+    @in_thread
+    async def generate(self, job: GenerationJob) -> SampledStep | FleetEvent:
+        """A job of one step, by the servers with the newest weights. A ``FleetEvent`` where none of
+        these is left: it is to be called again."""
+        # Its only step is the one that the newest weights sample for.
+        version = self._scheduler.version
+        scheduler = Scheduler(job.rules, step=version, version=version)
+        requests = ServerRequests(job, scheduler, self._fleet)
+        self._besides = requests
+        try:
+            self._turn()
+            event = await self._thread.until(partial(self._answered, requests))
+            if isinstance(event, FleetEvent):
+                return event
+            return SampledStep.of(requests.dispatcher.take(), job, rank=0)
+        finally:
+            self._besides = None
+            self._num_reissued += requests.num_reissued
+            requests.end()
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]] = ()
     ) -> list[list[float]]:
         """What the servers say of sequences, in turn. Raises NoServerError where none is left."""
         return self._thread.call(self._thread.unless_failed(self._score(sequences, images)))
-
-    def generate(self, job: GenerationJob) -> SampledStep | FleetEvent:
-        """A job of one step, by the servers with the newest weights. A ``FleetEvent`` where none of
-        these is left: it is to be called again."""
-        return self._thread.call(self._generate(job))
 
     def counts(self) -> dict[str, float]:
         """Of servers and requests, as metrics."""
@@ -141,9 +196,10 @@ class ServerBackend:
             "source/reissued_requests": self._num_reissued + self._training.num_reissued,
         }
 
-    def state(self) -> dict[str, Any]:
+    @in_thread
+    async def state(self) -> dict[str, Any]:
         """For a checkpoint: the dispatcher's, the tokens that are there, the prompts."""
-        return self._thread.call(self._state())
+        return {**self._training.dispatcher.state(), **self._job.state()}
 
     def close(self) -> None:
         """Ends all requests and the thread."""
@@ -198,23 +254,6 @@ class ServerBackend:
             self._thread.spawn(self._switch(name))
         self._thread.changed()
 
-    async def _generate(self, job: GenerationJob) -> SampledStep | FleetEvent:
-        # Its only step is the one that the newest weights sample for.
-        version = self._scheduler.version
-        scheduler = Scheduler(job.rules, step=version, version=version)
-        requests = ServerRequests(job, scheduler, self._fleet)
-        self._besides = requests
-        try:
-            self._turn()
-            event = await self._thread.until(partial(self._answered, requests))
-            if isinstance(event, FleetEvent):
-                return event
-            return SampledStep.of(requests.dispatcher.take(), job, rank=0)
-        finally:
-            self._besides = None
-            self._num_reissued += requests.num_reissued
-            requests.end()
-
     def _answered(self, requests: ServerRequests) -> Literal[True] | FleetEvent | None:
         if requests.dispatcher.is_ready:
             return True
@@ -239,24 +278,6 @@ class ServerBackend:
                 self._fleet.failures.answered(name, _SCORED)
                 return scores
         raise NoServerError("no server is left to score sequences")
-
-    async def _published(
-        self, version: int, updated: Mapping[str, str], lost: Mapping[str, str], staged: bool
-    ) -> None:
-        # Before the servers switch: what wants the new weights must be in the queue.
-        for name, why in lost.items():
-            self._mark_dead(name, why)
-        if version > self._scheduler.version:
-            self._scheduler.published(version)
-        for name, url in updated.items():
-            if name in self._dead:
-                continue  # while the weights came
-            server = self._readiness.note_arrival(name, url)
-            if staged:
-                server.staged = version
-            else:
-                self._has(name, server, version)
-        self._turn()
 
     def _has(self, name: str, server: Server, version: int) -> None:
         """A server samples with these weights from now on; it may be a new one."""
@@ -327,28 +348,6 @@ class ServerBackend:
         if is_at_work:
             self._fleet.failures.broke_off(name, broken_off, why)
         self._turn()
-
-    async def _take(self) -> SampledStep:
-        summary = self._training.dispatcher.take()
-        # Before the tokens of the step leave the store.
-        sampled = SampledStep.of(summary, self._job, rank=0)
-        groups = summary.groups
-        store = self._job.store
-        store.begin_step(store.unfinished(groups, summary.ended))
-        store.forget([*groups.groups, *groups.refused])
-        self._training.step_is_taken()
-        self._job.stream.forget(groups.step, groups.end)
-        metrics = {**open_metrics(groups, self._job), **self.counts()}
-        self._turn()
-        return sampled._replace(summary=replace(summary, metrics=metrics))
-
-    async def _state(self) -> dict[str, Any]:
-        return {**self._training.dispatcher.state(), **self._job.state()}
-
-    async def _progress(self, begin: int) -> Progress:
-        # Only a server knows the tokens of what it has not finished.
-        num_tokens = self._training.num_tokens - begin
-        return replace(self._training.dispatcher.progress, num_tokens=num_tokens)
 
     async def _end(self) -> None:
         self._thread.cancel_all()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.rollouts.backends.loop_thread import LoopThread
-from megatron_rl.rollouts.backends.server_parts import ServerParts
+from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.reward_thread import RewardThread

@@ -14,7 +14,7 @@ from megatron_rl.engine.serving.client import (
     ServerLostError,
     ServerUnreachableError,
 )
-from megatron_rl.rollouts.backends.server_parts import FleetEvent
+from megatron_rl.rollouts.backends.readiness import FleetEvent
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.jobs import GenerationJob, answers_to
 from megatron_rl.rollouts.prompts import PromptStream

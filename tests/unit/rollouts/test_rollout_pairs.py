@@ -15,8 +15,8 @@ from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks.sampling import dars, erpo, vcrl
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
+from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
-from megatron_rl.rollouts.backends.server_parts import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations

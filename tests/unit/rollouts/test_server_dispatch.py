@@ -11,7 +11,8 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.backends import loop_thread
-from megatron_rl.rollouts.backends.server_parts import NoServerError, WeightVersionError
+from megatron_rl.rollouts.backends.readiness import NoServerError
+from megatron_rl.rollouts.backends.requests import WeightVersionError
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.prompts import PromptStream

@@ -23,7 +23,8 @@ from megatron_rl.engine.serving.client import (
     ServerUnreachableError,
 )
 from megatron_rl.rollouts.backends import failures, servers
-from megatron_rl.rollouts.backends.server_parts import FleetEvent, ServerParts
+from megatron_rl.rollouts.backends.readiness import FleetEvent
+from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.reward_thread import RewardThread
