@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread
-from megatron_rl.rollouts.store import Place, restored_score, saved_score
+from megatron_rl.rollouts.store import Place, saved_score
 from megatron_rl.runtime.display import Progress
 from megatron_rl.scheduling.end_of_step import StepGroups
 from megatron_rl.scheduling.scheduler import Scheduler
@@ -44,18 +44,13 @@ class Ended(NamedTuple):
     spans: tuple[VersionSpan, ...]
 
 
-class Paused(NamedTuple):
-    """A response does not continue in this step; its tokens stay with the backend."""
+class Unfinished(NamedTuple):
+    """A response that has not ended. ``is_paused``: it does not continue in this step, and its
+    tokens stay with the backend; else its worker has failed at it."""
 
     worker: str
     request: Request
-
-
-class Failed(NamedTuple):
-    """A worker could not answer a request."""
-
-    worker: str
-    request: Request
+    is_paused: bool
 
 
 class Scored(NamedTuple):
@@ -73,7 +68,7 @@ class WorkerProgress(NamedTuple):
     longest: int
 
 
-Event = Ended | Paused | Failed | Scored | WorkerProgress
+Event = Ended | Unfinished | Scored | WorkerProgress
 
 
 class GenerationBackend(Protocol):
@@ -185,10 +180,9 @@ class Dispatcher:
             if answer is not None:  # else its group was dropped meanwhile
                 self._answers[event.request.place] = answer._replace(score=event.score)
                 self._judge(event.request.version, event.request.group)
-        elif isinstance(event, Paused):
-            self.scheduler.paused(event.worker, event.request)
-        elif isinstance(event, Failed):
-            self.scheduler.queue.fail(event.worker, event.request)
+        elif isinstance(event, Unfinished):
+            follow = self.scheduler.paused if event.is_paused else self.scheduler.queue.fail
+            follow(event.worker, event.request)
         else:
             self._progress[event.worker] = event
 
@@ -231,7 +225,7 @@ class Dispatcher:
 
     def _begin(self, worker: str, request: Request) -> None:
         end = self.scheduler.end
-        visit = self._job.visit(request.group, end)
+        visit = self._job.stream.visit(request.group, end.admission(request.group))
         prompt = self._job.stream.prompt(request.group, visit)
         demonstration = self._job.demonstration(prompt, request.response)
         if demonstration is not None:
@@ -310,7 +304,8 @@ class Dispatcher:
         refused = {}
         for group in groups.refused:
             scores = [kept[group, response].score for response in range(size)]
-            refused[group] = (self._job.visit(group), [one for one in scores if one is not None])
+            visit = self._job.stream.visit(group)
+            refused[group] = (visit, [score for score in scores if score is not None])
         gone = {*groups.groups, *groups.refused}
         used = sum(answer.num_new for answer in answers)
         for group in groups.limits.keys() - gone:
@@ -327,7 +322,7 @@ class Dispatcher:
         return StepSummary(
             groups=groups,
             shown=shown,
-            visits={group: self._job.visit(group) for group in shown},
+            visits={group: self._job.stream.visit(group) for group in shown},
             answers=answers,
             refused=refused,
             ended=frozenset(place for place in kept if place[0] in groups.limits.keys() - gone),
@@ -349,9 +344,8 @@ class Dispatcher:
         """The inverse, but for the scheduler; the store is restored already."""
         scores: dict[Place, Score] = {}
         for saved in state["scores"]:
-            values = dict(saved)
-            place = values.pop("group"), values.pop("response")
-            scores[place] = restored_score(values)
+            values = {key: saved[key] for key in saved if key not in ("group", "response")}
+            scores[saved["group"], saved["response"]] = Score(**values)
         for place, completion, is_held in self._job.store.places():
             if is_held and place not in scores:
                 continue  # it has not ended
@@ -366,7 +360,7 @@ class Dispatcher:
             step = self.scheduler.end.step_of(group)
             if answer.score is None and completion is not None and step is not None:
                 version = self.scheduler.rules.version_of(step)
-                prompt = self._job.stream.prompt(group, self._job.visit(group))
+                prompt = self._job.stream.prompt(group, self._job.stream.visit(group))
                 self._rewards.give(Request(version, group, response), prompt, completion)
         for judged_version, group in self.scheduler.end.to_judge():
             self._judge(judged_version, group)

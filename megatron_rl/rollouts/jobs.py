@@ -10,7 +10,7 @@ from megatron_rl.rollouts.demonstrations import Demonstrations
 from megatron_rl.rollouts.prompts import FixedPrompts, PromptStream
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.rollouts.store import ResponseStore
-from megatron_rl.scheduling.end_of_step import EndOfStep, StepRules
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import Completion, Prompt, Sampling
 
 
@@ -33,10 +33,6 @@ class GenerationJob:
     wants_group: Callable[[Sequence[bool]], bool]
     demonstrations: Demonstrations | None = None
     store: ResponseStore = field(default_factory=ResponseStore)
-
-    def visit(self, group: int, end: EndOfStep | None = None) -> int:
-        """On rank 0: see ``PromptStream.visit``. Without ``end``: what was said last."""
-        return self.stream.visit(group, None if end is None else end.admission(group))
 
     def demonstration(self, prompt: Prompt, response: int) -> Completion | None:
         """A response that the prompt brings along."""

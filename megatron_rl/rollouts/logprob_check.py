@@ -101,14 +101,14 @@ class LogprobCheck:
         self._sequences = sequences
         self._every = every
         self._tolerance = tolerance
-        self._first = True
+        self._is_first = True
 
     def expected(self, version: int) -> Float[Tensor, " tokens"] | None:
         """Collective. What the policy says, equal on all ranks; None when no comparison is due.
         Needs the policy's weights."""
-        due = self._first or version % self._every == 0
-        self._first = False
-        if not due:
+        is_due = self._is_first or version % self._every == 0
+        self._is_first = False
+        if not is_due:
             return None
         pairs = [
             (one.token_ids[: one.num_context], one.token_ids[one.num_context :])
@@ -127,24 +127,17 @@ class LogprobCheck:
         Raises:
             WeightSyncError: on every rank: the mean is above the tolerance, or not a number.
         """
-        rows = self._engine.score(
-            [one.token_ids for one in self._sequences], [one.images for one in self._sequences]
-        )
-        # The engine scores all tokens but the first.
-        wanted = [
-            row[one.num_context - 1 :] for one, row in zip(self._sequences, rows, strict=True)
-        ]
+        ids = [one.token_ids for one in self._sequences]
+        rows = self._engine.score(ids, [one.images for one in self._sequences])
+        # The engine scores all tokens but the first: the logprob of token n is number n - 1.
+        pairs = zip(self._sequences, rows, strict=True)
+        wanted = [row[one.num_context - 1 :] for one, row in pairs]
         scored = torch.tensor(list(chain.from_iterable(wanted)))
         difference = (scored - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        worst, place = difference.max(0)
-        of_replica = (
-            difference.mean().item(),
-            self._engine.replica,
-            worst.item(),
-            scored[place].item(),
-            expected[place].item(),
-        )
-        of_all = self._world.all_gather(of_replica)
+        place = difference.argmax()
+        values = (difference.mean(), difference[place], scored[place], expected[place])
+        mean, *at_worst = (value.item() for value in values)
+        of_all = self._world.all_gather((mean, self._engine.replica, *at_worst))
         # Tuples are compared by their first value, the mean: the replica where it is worst.
         mean, replica, largest, engine_says, policy_says = max(of_all)
         if self._tolerance is not None and mean > self._tolerance:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.data.loader import PromptLoader, WeightedLoader, numbered
@@ -102,10 +103,10 @@ class FixedPrompts(PromptStream):
         return 1
 
 
+@dataclass
 class _Visits:
     """Of the groups of one step, as far as they were asked for."""
 
-    def __init__(self, kept: dict[int, int]) -> None:
-        self.by_group = kept
-        self.uids: set[str] = set()
-        self.num_new = 0
+    by_group: dict[int, int]
+    uids: set[str] = field(default_factory=set)
+    num_new: int = 0

@@ -183,9 +183,7 @@ class Rollouts:
         )
         record = self.record
         if record is not None:
-            self.world.from_main(
-                lambda: record.write(step, experience, groups.groups, groups.start)
-            )
+            self.world.from_main(lambda: record.write(step, experience, groups.groups))
         return experience
 
     def run(

@@ -32,14 +32,9 @@ class SamplingPlan:
         hooks: Resampling | None = None,
         staleness: int = 0,
     ) -> None:
-        """
-        Args:
-            plain: that of a training step, without its seed.
-            seed: of the run; None: everything is sampled as ``plain`` says.
-            response_limit: tokens, by step; None: that of ``plain``.
-            hooks: the sampling hooks of the run, if any.
-            staleness: most updates between the newest weights and those that sample.
-        """
+        """``plain``: that of a training step, without its seed; ``seed``: of the run, None where
+        everything is sampled as ``plain`` says; ``response_limit``: tokens, by step; ``staleness``:
+        most updates between the newest weights and those that sample."""
         self._plain = plain
         self._seed = seed
         self._response_limit = response_limit

@@ -83,12 +83,12 @@ class ResponseStore:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: tensors and plain values."""
-        return {"held": _saved_places(self._held), "new": _saved_places(self._new)}
+        return {"held": _saved(self._held), "new": _saved(self._new)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        self._held = _restored_places(state["held"])
-        self._new = _restored_places(state["new"])
+        self._held = _restored(state["held"])
+        self._new = _restored(state["new"])
 
     def places(self) -> list[tuple[Place, Completion, bool]]:
         """All that is there; whether it is from an earlier step."""
@@ -135,44 +135,35 @@ def cut(completion: Completion, length: int) -> Completion:
     )
 
 
-def _saved_places(completions: Mapping[Place, Completion]) -> list[dict[str, Any]]:
+def _saved(completions: Mapping[Place, Completion]) -> list[dict[str, Any]]:
+    """For a checkpoint: tensors and plain values."""
     return [
-        {"group": group, "response": response, **saved_completion(completion)}
-        for (group, response), completion in sorted(completions.items(), key=lambda pair: pair[0])
+        {
+            "group": group,
+            "response": response,
+            "token_ids": torch.tensor(one.token_ids, dtype=torch.int32),
+            "sampler_logprobs": torch.tensor(one.sampler_logprobs, dtype=torch.float32),
+            "truncated": one.truncated,
+            "weight_version": one.weight_version,
+            "spans": [list(span) for span in one.spans],
+        }
+        for (group, response), one in sorted(completions.items(), key=lambda pair: pair[0])
     ]
 
 
-def _restored_places(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
-    return {(one["group"], one["response"]): restored_completion(one) for one in saved}
-
-
-def saved_completion(completion: Completion) -> dict[str, Any]:
-    """For a checkpoint: tensors and plain values."""
+def _restored(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
     return {
-        "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
-        "sampler_logprobs": torch.tensor(completion.sampler_logprobs, dtype=torch.float32),
-        "truncated": completion.truncated,
-        "weight_version": completion.weight_version,
-        "spans": [list(span) for span in completion.spans],
+        (one["group"], one["response"]): Completion(
+            array("i", one["token_ids"].tolist()),
+            array("f", one["sampler_logprobs"].tolist()),
+            one["truncated"],
+            one["weight_version"],
+            tuple(VersionSpan(*span) for span in one["spans"]),
+        )
+        for one in saved
     }
 
 
-def restored_completion(state: Mapping[str, Any]) -> Completion:
-    """The inverse of ``saved_completion``."""
-    return Completion(
-        array("i", state["token_ids"].tolist()),
-        array("f", state["sampler_logprobs"].tolist()),
-        state["truncated"],
-        state["weight_version"],
-        tuple(VersionSpan(*span) for span in state["spans"]),
-    )
-
-
 def saved_score(score: Score) -> dict[str, Any]:
-    """For a checkpoint: plain values."""
+    """For a checkpoint: plain values, from which ``Score(**values)`` makes it again."""
     return {**vars(score), "parts": dict(score.parts)}
-
-
-def restored_score(state: Mapping[str, Any]) -> Score:
-    """The inverse of ``saved_score``."""
-    return Score(**state)

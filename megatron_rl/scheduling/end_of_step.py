@@ -72,20 +72,18 @@ class StepGroups:
         step: Counted from 0; so many updates were done before it.
         groups: Those that are trained, in prompt order.
         refused: Those that dynamic sampling refused in it, in prompt order.
-        start: The first group that the step could take.
         end: The first group that a later step may take.
         limits: Tokens that a response of a group may keep of this step, by group; of a group that
             is not named here: all.
         level: The most of these; None: there are none.
         first_steps: The step in which each trained group was begun.
 
-    Example: ``StepGroups(3, groups=[12, 14], refused=[13], start=12, end=15)``.
+    Example: ``StepGroups(3, groups=[12, 14], refused=[13], end=15)``.
     """
 
     step: int
     groups: Sequence[int]
     refused: Sequence[int] = ()
-    start: int = 0
     end: int = 0
     limits: Mapping[int, int] = field(default_factory=dict)
     level: int | None = None
@@ -151,10 +149,6 @@ class EndOfStep(ABC):
     @abstractmethod
     def is_ready(self) -> bool:
         """Whether the next step has its groups, where nothing runs below its ``level``."""
-
-    @abstractmethod
-    def assigned(self, request: Request, version: int) -> None:
-        """A request goes to a worker whose weights are of ``version``."""
 
     @abstractmethod
     def ended(self, request: Request, num_tokens: int) -> None:

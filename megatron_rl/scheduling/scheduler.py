@@ -26,7 +26,7 @@ Invariants, checked after random events by ``tests/unit/scheduling``:
    order of events, the number of workers or how far ahead was sampled.
 2. A group is trained at most once; none is skipped that the method wants.
 3. The weights that sampled what step s trains are at most ``staleness`` = k updates older than
-   those that are trained: s - k <= version <= s. ``take`` looks at it again.
+   those that are trained: s - k <= version <= s.
 4. Each request of an incomplete step waits, runs on one worker, is paused or is answered; under a
    filter groups are admitted until enough are wanted or the limit is reached. So as long as workers
    answer, every step comes to an end.
@@ -47,20 +47,14 @@ class Scheduler:
     """See the head of this file. ``queue`` has the workers and their requests; ``end`` says what is
     wanted, and when a step has its groups."""
 
-    def __init__(
-        self, rules: StepRules, *, step: int = 0, start: int = 0, version: int = 0
-    ) -> None:
-        """
-        Args:
-            step: the next one, counted from 0: so many updates are done.
-            start: its first group.
-            version: newest weights that are published.
-        """
+    def __init__(self, rules: StepRules, *, step: int = 0, version: int = 0) -> None:
+        """``step``: the next one, counted from 0: so many updates are done; ``version``: the newest
+        weights that are published."""
         self.rules = rules
         self.version = version
         self.queue = WorkQueue(exact=rules.lockstep)
         end = TokenLevel if rules.is_partial else WholeGroups
-        self.end: EndOfStep = end(rules, step, start, version)
+        self.end: EndOfStep = end(rules, step, version)
         self._aborts: list[Assignment] = []
         self._dropped: set[int] = set()
         self._update()
@@ -99,11 +93,7 @@ class Scheduler:
 
     def assign(self) -> list[Assignment]:
         """What is to be submitted now."""
-        assigned = self.queue.assign()
-        for worker, request in assigned:
-            # Under a free schedule the worker may have newer weights than the request names.
-            self.end.assigned(request, self.queue.workers[worker].version)
-        return assigned
+        return self.queue.assign()
 
     def dropped(self) -> set[int]:
         """Groups that no step needs any more, told once; their answers are to be forgotten."""

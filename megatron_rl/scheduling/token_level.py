@@ -36,6 +36,9 @@ from typing import Any
 from megatron_rl.scheduling.end_of_step import Admission, EndOfStep, StepGroups, StepRules
 from megatron_rl.scheduling.work import Request
 
+# Of ``TokenLevel``, what a checkpoint keeps besides the groups.
+_STATE = ("step", "version", "_next", "_gaps", "_kept", "_num_begun", "_is_begun")
+
 
 @dataclass
 class OpenGroup:
@@ -67,12 +70,12 @@ class OpenGroup:
 class TokenLevel(EndOfStep):
     """See the head of this file. ``level``: the bound that is known; it falls."""
 
-    def __init__(self, rules: StepRules, step: int, start: int, version: int) -> None:
+    def __init__(self, rules: StepRules, step: int, version: int) -> None:
         super().__init__(rules, step, version)
         self._groups: dict[int, OpenGroup] = {}
-        self._next = start  # no prompt from here on was ever given to a slot
+        self._next = 0  # no prompt from here on was ever given to a slot
         self._gaps: list[int] = []  # those before it that were not begun, ascending
-        self._kept: tuple[int, ...] = ()  # open since before this step
+        self._kept: list[int] = []  # open since before this step
         self._num_begun = 0  # new groups at the start of this step
         self._is_begun = False
         self._open: set[Request] = set()  # asked for, neither ended nor paused
@@ -101,9 +104,6 @@ class TokenLevel(EndOfStep):
             self._has_passed(group, level) and group.wanted is None
             for group in self._groups.values()
         )
-
-    def assigned(self, request: Request, version: int) -> None:
-        """Ages are bounded by ``max_age``."""
 
     def ended(self, request: Request, num_tokens: int) -> None:
         group = self._groups[request.group]
@@ -157,7 +157,6 @@ class TokenLevel(EndOfStep):
         # More than P may have passed where groups have one level: the youngest wait.
         groups = wanted[: self.rules.groups_per_step]
         limits = {number: level - group.begin for number, group in self._groups.items()}
-        start = self._first
         self._note_gaps()
         first_steps = [self._groups.pop(number).first_step for number in groups]
         assert all(self.step - first <= self.rules.max_age for first in first_steps)
@@ -169,9 +168,7 @@ class TokenLevel(EndOfStep):
             ends = {one: 0 for one, end in group.ends.items() if end <= limits[number]}
             wanted_already = group.wanted if self._has_passed(group, level) else None
             self._groups[number] = OpenGroup(group.first_step, ends=ends, wanted=wanted_already)
-        taken = StepGroups(
-            self.step, groups, refused, start, self._first, limits, level, first_steps
-        )
+        taken = StepGroups(self.step, groups, refused, self._first, limits, level, first_steps)
         self.step += 1
         self._is_begun = False
         self.level = None
@@ -188,7 +185,7 @@ class TokenLevel(EndOfStep):
         if self._is_begun or self.rules.version_of(self.step) > self.version:
             return
         self._is_begun = True
-        self._kept = tuple(sorted(self._groups))
+        self._kept = sorted(self._groups)
         assert self.rules.groups_in_flight is not None
         self._num_begun = self.rules.groups_in_flight - len(self._groups)
         for place in range(self._num_begun):
@@ -288,25 +285,12 @@ class TokenLevel(EndOfStep):
         return self._is_whole(group) and group.level <= level
 
     def state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "version": self.version,
-            "next": self._next,
-            "gaps": list(self._gaps),
-            "kept": list(self._kept),
-            "num_begun": self._num_begun,
-            "is_begun": self._is_begun,
-            "groups": {number: asdict(group) for number, group in self._groups.items()},
-        }
+        groups = {number: asdict(group) for number, group in self._groups.items()}
+        return {name: getattr(self, name) for name in _STATE} | {"groups": groups}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.step = state["step"]
-        self.version = state["version"]
-        self._next = state["next"]
-        self._gaps = list(state["gaps"])
-        self._kept = tuple(state["kept"])
-        self._num_begun = state["num_begun"]
-        self._is_begun = state["is_begun"]
+        for name in _STATE:
+            setattr(self, name, state[name])
         self._groups = {number: OpenGroup(**group) for number, group in state["groups"].items()}
         if self._is_begun:
             for number in sorted(self._groups):

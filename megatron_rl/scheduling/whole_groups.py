@@ -142,13 +142,12 @@ class WholeGroups(EndOfStep):
     steps are open; with one the next step's start is known when the step before has its groups.
     """
 
-    def __init__(self, rules: StepRules, step: int, start: int, version: int) -> None:
+    def __init__(self, rules: StepRules, step: int, version: int) -> None:
         super().__init__(rules, step, version)
         self.kept_share = KeptShare()
-        self._start = start  # the first group that a step may still take
+        self._start = 0  # the first group that a step may still take
         self._batches: list[Batch] = []  # not yet taken, in the order of steps
         self._answered: dict[int, set[int]] = {}  # group -> its responses that are there
-        self._sampled_by: dict[int, int] = {}  # group -> oldest weights that a request was given to
         self.admit()
 
     @property
@@ -167,10 +166,6 @@ class WholeGroups(EndOfStep):
     @property
     def is_ready(self) -> bool:
         return bool(self._batches) and self._batches[0].is_complete
-
-    def assigned(self, request: Request, version: int) -> None:
-        oldest = self._sampled_by.get(request.group, version)
-        self._sampled_by[request.group] = min(oldest, version)
 
     def ended(self, request: Request, num_tokens: int) -> None:
         self._answered.setdefault(request.group, set()).add(request.response)
@@ -217,18 +212,13 @@ class WholeGroups(EndOfStep):
         batch = self._batches.pop(0)
         groups = batch.decided(wanted=True)
         refused = batch.decided(wanted=False)
-        # A filter may leave no group at all.
-        oldest = min((self._sampled_by[group] for group in groups), default=batch.version)
-        assert batch.step - oldest <= self.rules.staleness, (
-            f"step {batch.step} would train what weights {oldest} have sampled"
-        )
         self.kept_share.note(len(groups), len(groups) + len(refused))
         self.step = batch.step + 1
         # A complete batch has no group after the last that was looked at: those were dropped.
         self._start = batch.groups.stop
         self._forget(batch.groups)
         self.admit()
-        return StepGroups(batch.step, groups, refused, batch.start, self._start)
+        return StepGroups(batch.step, groups, refused, self._start)
 
     def skip_to(self, step: int) -> None:
         assert not self._batches, "a step is begun"
@@ -260,7 +250,6 @@ class WholeGroups(EndOfStep):
     def _forget(self, groups: Iterable[int]) -> None:
         for group in groups:
             self._answered.pop(group, None)
-            self._sampled_by.pop(group, None)
 
     def state(self) -> dict[str, Any]:
         """The position, the batches that are open, and which of their responses are there (the
@@ -275,7 +264,6 @@ class WholeGroups(EndOfStep):
                 for one in self._batches
             ],
             "answered": {group: sorted(there) for group, there in self._answered.items()},
-            "sampled_by": dict(self._sampled_by),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -284,7 +272,6 @@ class WholeGroups(EndOfStep):
         self.version = state["version"]
         self.kept_share = KeptShare(*state["kept_share"])
         self._answered = {group: set(there) for group, there in state["answered"].items()}
-        self._sampled_by = dict(state["sampled_by"])
         self._batches = []
         self.new = []
         for number, saved in enumerate(state["batches"]):

@@ -33,6 +33,7 @@ from megatron_rl.rollouts.build import (
 from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
 from megatron_rl.rollouts.post_rollout import PostRollout
+from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.exchange import on_main
 from megatron_rl.rollouts.sampling import rollout_sampling, stop_token_ids
 from megatron_rl.run.preflight import check_before_build
@@ -107,9 +108,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     if config.source.is_servers:
         source = build_served(parts)
     else:
-        with display.phase("building the rollout engine", name="engine"):
-            engine, weight_sync = build_engine(config, world, policy, parts.multimodal())
-        source = build_colocated(parts, engine, weight_sync)
+        source = build_with_engines(parts)
     return Trainer(
         config=config.trainer,
         source=source,
@@ -120,6 +119,14 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         display=display,
         stop_requested=stop_requested.__bool__,
     )
+
+
+def build_with_engines(parts: SourceParts) -> Rollouts:
+    """Collective. Engines in the processes of the policy."""
+    multimodal = parts.multimodal()
+    with parts.display.phase("building the rollout engine", name="engine"):
+        engine, weight_sync = build_engine(parts.config, parts.world, parts.policy, multimodal)
+    return build_colocated(parts, engine, weight_sync)
 
 
 def build_method(config: Config, data: Data) -> tuple[Method, Signals]:

@@ -13,8 +13,8 @@ from megatron_rl.rollouts.dispatcher import (
     Ended,
     Event,
     GenerationRequest,
-    Paused,
     Scored,
+    Unfinished,
 )
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.prompts import FixedPrompts
@@ -107,7 +107,7 @@ class SimulatedRun:
         number, request = self.fleet.next_end()
         worker = _name(number)
         if self._level is not None and self._left(request) > self._level:
-            return [Paused(worker, request)]
+            return [Unfinished(worker, request, is_paused=True)]
         length = self._length(request.place)
         spans = (VersionSpan(request.version, length),)
         return [

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.protocols import Generator, Reward
 from megatron_rl.rollouts.backends.colocation import Colocation
-from megatron_rl.rollouts.backends.launch import LaunchBackend, worker_name
+from megatron_rl.rollouts.backends.launch import LaunchBackend
 from megatron_rl.rollouts.dispatcher import Dispatcher, StepSummary
 from megatron_rl.rollouts.jobs import GenerationJob, answers_to
 from megatron_rl.rollouts.reward_thread import RewardThread
@@ -69,8 +69,8 @@ class ColocatedEngines:
         if scheduler.version < version:
             scheduler.end.skip_to(version)  # others may have had the steps between
             scheduler.published(version)
-            for replica in range(len(self.backend.leaders)):
-                scheduler.switch(worker_name(replica), version)
+            for worker in scheduler.queue.workers:
+                scheduler.switch(worker, version)
         return self._dispatcher
 
     def _carry(self, summary: StepSummary) -> None:

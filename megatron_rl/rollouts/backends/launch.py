@@ -33,9 +33,9 @@ from megatron_rl.rollouts.dispatcher import (
     Ended,
     Event,
     GenerationRequest,
-    Paused,
     Scored,
     StepSummary,
+    Unfinished,
     WorkerProgress,
 )
 from megatron_rl.rollouts.jobs import GenerationJob
@@ -139,7 +139,7 @@ class Replica:
                 events.append(Ended(worker, request, *facts))
         paused = self._pause()
         if self._number == 0:
-            events += [Paused(worker, request) for request in paused]
+            events += [Unfinished(worker, request, is_paused=True) for request in paused]
         events += [Scored(one.request, score) for one, score in self._rewards.take()]
         now = time.monotonic()
         if self._number == 0 and (events or now > self._said_progress + _PROGRESS_EVERY_S):

@@ -15,10 +15,9 @@ from megatron_rl.rollouts.dispatcher import (
     Dispatcher,
     Ended,
     Event,
-    Failed,
     GenerationRequest,
-    Paused,
     Scored,
+    Unfinished,
 )
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread, Unscored
@@ -158,7 +157,7 @@ class ServerRequests:
         return 0
 
     def _asked(self, request: Request) -> Asked:
-        visit = self.job.visit(request.group)
+        visit = self.job.stream.visit(request.group)
         return self.job.stream.prompt(request.group, visit).uid, request.response
 
     async def _request(self, worker: str, wanted: GenerationRequest) -> None:
@@ -184,7 +183,7 @@ class ServerRequests:
             # Before the failure is noted: a server that is marked dead for it loses this one too.
             self._running.pop((worker, request), None)
             self.num_reissued += 1
-            self._events.append(Failed(worker, request))
+            self._events.append(Unfinished(worker, request, is_paused=False))
             fleet.note_failure(worker, asked, error)
             fleet.turn()
             return
@@ -194,7 +193,7 @@ class ServerRequests:
         check_versions(request, new, exact=self.job.rules.lockstep)
         whole = self.job.store.add(request.place, new)
         if is_paused:
-            self._events.append(Paused(worker, request))
+            self._events.append(Unfinished(worker, request, is_paused=True))
         else:
             facts = (len(whole.token_ids), whole.truncated, whole.spans)
             self._events.append(Ended(worker, request, *facts))

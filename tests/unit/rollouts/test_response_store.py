@@ -11,7 +11,6 @@ from megatron_rl.rollouts.store import (
     ResponseStore,
     cut,
     joined,
-    restored_score,
     saved_score,
 )
 from megatron_rl.scheduling.end_of_step import StepGroups
@@ -73,4 +72,4 @@ def test_a_store_comes_back_bit_for_bit() -> None:
     other.restore(store.state())
     assert other.places() == store.places()
     score = Score(1.5, True, {"accuracy": 1.0}, "7")
-    assert restored_score(saved_score(score)) == score
+    assert Score(**saved_score(score)) == score

@@ -136,19 +136,20 @@ def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
     publish(dispatcher, fleet, 0)
     stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
     looked_at = set()
+    first = 0
     for number in range(8):
         assert dispatcher.wait() is True
         sampled = dispatcher.take()
         batch, groups = sampled.summary.groups, groups_of(sampled)
-        expected = [uid_of(stream, number, batch.start, group) for group in batch.groups]
+        expected = [uid_of(stream, number, first, group) for group in batch.groups]
         assert [group.prompt.uid for group in groups] == expected
         for group in groups:
             expected_scores = [by_tokens(group.prompt, one.token_ids) for one in group.completions]
             assert group.scores == expected_scores
             assert [one.token_ids[0] // 1000 for one in group.completions] == [number, number]
-        end = batch.start + len(batch.groups) + len(batch.refused)
-        for group in range(batch.start, end):
-            looked_at.add((uid_of(stream, number, batch.start, group), number))
+        for group in range(first, first + len(batch.groups) + len(batch.refused)):
+            looked_at.add((uid_of(stream, number, first, group), number))
+        first = batch.end
         publish(dispatcher, fleet, number + 1)
     assert [pair for pair in judge.seen - looked_at if pair[1] < 8], "nothing was dropped"
 

@@ -3,8 +3,6 @@ what a checkpoint holds."""
 
 from dataclasses import replace
 
-import pytest
-
 from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.whole_groups import KeptShare
@@ -140,18 +138,6 @@ def test_under_a_filter_a_worker_stays_while_more_of_its_weights_may_be_wanted()
     for group in (0, 1):
         scheduler.judged(0, group, wanted=True)
     assert not scheduler.may_switch("w"), "the second step is of version 0 too"
-
-
-def test_weights_that_are_too_old_are_not_trained() -> None:
-    """By construction there are none; so the construction is broken here."""
-    scheduler = scheduler_of(replace(PLAIN, lockstep=False))
-    scheduler.assign()
-    for group in (0, 1):
-        answer(scheduler, group)
-        scheduler.judged(0, group, wanted=True)
-    scheduler.end._sampled_by[1] = -1
-    with pytest.raises(AssertionError, match="step 0 would train what weights -1 have sampled"):
-        scheduler.take()
 
 
 def test_a_run_goes_on_from_its_state() -> None:
