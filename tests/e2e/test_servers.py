@@ -67,12 +67,18 @@ HOOKS = [
 ]
 FILTERED = "method.filters.dynamic_sampling.max_tries=8"
 IN_PARTS = "source.partial.groups_in_flight=14"
+ANNEALED = (
+    "rollout.anneal.start=1.6",
+    "rollout.anneal.decay_tokens=8.0",
+    "rollout.anneal.plain_tokens=1",
+)
 PAIRS = {
     "dynamic_sampling_partial": (IN_PARTS, FILTERED),
     "hooks_partial": (IN_PARTS, "rollout_hooks.dars.extra=2", "rollout_hooks.vcrl.kappa=0.2"),
     "hooks_dynamic_sampling": (FILTERED, "rollout_hooks.erpo.increase=0.2"),
     "demonstrations_partial": (IN_PARTS, "method=rl_plus"),
     "demonstrations_hooks": ("method=rl_plus", "rollout_hooks.vcrl.kappa=0.2"),
+    "annealing": ANNEALED,
 }
 ON_SERVERS = (*ASYNCHRONOUS, "source=servers", "source.staleness=1")
 
@@ -123,7 +129,7 @@ def servers(folder) -> Iterator[list[Served]]:
                 (home / FOLDER / SECRET).touch(mode=0o600)
                 (home / FOLDER / SECRET).write_text("known to these servers\n")
             command = [sys.executable, "-m", "megatron_rl.serve", "--lease-s", "60"]
-            command += overrides(folder, home, *ON_SERVERS)
+            command += overrides(folder, home, *ON_SERVERS, *ANNEALED)  # no other test samples so
             log = folder / f"server{number}.log"
             with log.open("w") as output:
                 process = subprocess.Popen(

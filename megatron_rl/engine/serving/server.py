@@ -77,6 +77,8 @@ def _option(name: str, value: Any) -> list[str]:
         return [option, json.dumps(value)]
     if isinstance(value, bool):
         return [option if value else f"--no-{option[2:]}"]
+    if isinstance(value, list):
+        return [option, *map(str, value)]
     return [option, str(value)]
 
 
