@@ -29,8 +29,8 @@ class Command:
 
 
 def commands() -> list[Command]:
-    """Every command of README, the guides, the pages for contributors, of examples and benchmarks, the programs
-    and the scripts, in the order of the text."""
+    """Every command of README, the guides, the pages for contributors, of examples and benchmarks,
+    the programs and the scripts, in the order of the text."""
     found = []
     pages = [
         REPO / "README.md",
