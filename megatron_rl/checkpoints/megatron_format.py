@@ -35,7 +35,7 @@ from megatron_rl.models.parameter_map import (
     hf_shapes,
     local_shape,
     model_parameters,
-    parameter_slices,
+    part_of,
     shards,
     tensor_slices,
 )
@@ -136,7 +136,7 @@ def to_megatron(item: LayerTensor, arch: Architecture, tensors: dict[str, Tensor
     whole = torch.empty(item.shape, dtype=next(iter(tensors.values())).dtype)
     # Tensor rank 0 of 1 has all of it.
     for shard in shards(item.parameter, arch, arch.vocab_size, 0, 1):
-        whole[parameter_slices(shard)] = tensors[shard.name][tensor_slices(shard)]
+        part_of(whole, shard).copy_(tensors[shard.name][tensor_slices(shard)])
     return whole
 
 
@@ -149,7 +149,7 @@ def to_hf(item: LayerTensor, arch: Architecture, whole: Tensor) -> dict[str, Ten
     tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in item.parameter.names}
     rows = whole.shape[0] if item.parameter.slot.kind == "vocab" else arch.vocab_size
     for shard in shards(item.parameter, arch, rows, 0, 1):
-        tensors[shard.name][tensor_slices(shard)] = whole[parameter_slices(shard)]
+        tensors[shard.name][tensor_slices(shard)] = part_of(whole, shard)
     return tensors
 
 

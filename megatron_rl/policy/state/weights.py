@@ -29,7 +29,7 @@ from megatron_rl.models.parameter_map import (
     expert_parameters,
     layer_parameters,
     local_shape,
-    parameter_slices,
+    part_of,
     shards,
     vision_parameters,
 )
@@ -219,7 +219,7 @@ def _fill(held: Sequence[LocalParameter], arch: Architecture, path: Path) -> dic
                 if not_finite([converted]):
                     count = int((~converted.isfinite()).sum())
                     counts[shard.name, shard.start, shard.shape] = count
-                values[parameter_slices(shard)] = converted
+                part_of(values, shard).copy_(converted)
             assign(item.tensor, values)
             ACTIVITY.note("reading the policy's weights")
     return counts
