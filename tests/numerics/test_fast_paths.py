@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy import patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -43,8 +43,8 @@ def simple_loss(view: TokenView) -> LossOutput:
 
 def cut(policy: MegatronPolicy, batch: SequenceBatch) -> list[list[int]]:
     """Micro-batches of very different lengths, one of them empty."""
-    rows = list(range(batch.num_responses))[policy.data_parallel_rank :: policy.data_parallel_size]
-    return [rows[:1], rows[1:], [], []][: max(2, 2 * policy.microbatch_multiple)]
+    rows = list(range(batch.num_responses))[policy.ranks.data_rank :: policy.ranks.data]
+    return [rows[:1], rows[1:], [], []][: max(2, 2 * policy.batching.multiple)]
 
 
 def figures(
@@ -54,8 +54,8 @@ def figures(
     policy = tiny_policy(path, layout)
     prepare(policy)
     batch = make_batch()
-    logprobs = of_all_rows(policy.score_microbatches(batch, cut(policy, batch))).logprobs
-    totals = policy.backward(batch, cut(policy, batch), simple_loss)
+    logprobs = of_all_rows(policy.score(LocalBatch(batch, cut(policy, batch)))).logprobs
+    totals = policy.backward(LocalBatch(batch, cut(policy, batch)), simple_loss)
     gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
     shards = {
         (shard.name, shard.start, shard.shape, shard.offset, shard.stride)

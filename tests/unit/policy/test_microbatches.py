@@ -184,7 +184,7 @@ def test_temperatures_go_with_their_tokens() -> None:
     assert packed.index.tolist() == [1, 2, 3, 0]
     assert packed.temperatures is not None
     assert packed.temperatures.tolist() == pytest.approx([0.6, 0.7, 0.8, 0.5])
-    packed = Packer(NO_RULE, 0, 1, CPU, prompts=True).pack(batch, [0])
+    packed = Packer(NO_RULE, 0, 1, CPU).pack(batch, [0], prompts=True)
     assert packed.targets.tolist() == [6, 7] and packed.index[1] == 0
     assert packed.temperatures is not None
     assert packed.temperatures.tolist() == pytest.approx([1, 0.5])
