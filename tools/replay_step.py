@@ -128,7 +128,7 @@ def replay(
 ) -> Replay:
     """Collective. ``splits``: the micro-batches of each data-parallel rank."""
     config = bundle.config
-    at_once = policy.batching.multiple
+    at_once = policy.batching.rule.multiple
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     signals = signals_of(method, config.seed)
     experience = bundle.experience

@@ -25,6 +25,7 @@ from megatron_rl.policy import optimizer, patches
 from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.batches.batching import Batching
 from megatron_rl.policy.batches.microbatches import Packer, multiples, prompt_places
+from megatron_rl.policy.batches.packing_plan import PlanRule
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.model import build_chunks, transformer_config
@@ -52,7 +53,8 @@ from megatron_rl.policy.state.offload import (
     release_caches,
     training_tensors,
 )
-from megatron_rl.policy.state.shards import key as shard_key, parameter_shards
+from megatron_rl.policy.state.shards import key as shard_key
+from megatron_rl.policy.state.shards import parameter_shards
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard
 
@@ -151,15 +153,14 @@ class MegatronPolicy:
             share=can_share and self.settings.share_prompts,
             vision=vision,
         )
-        return Batching(
-            config=self.config,
-            ranks=self.ranks,
-            tokens_per_microbatch=self.settings.tokens_per_microbatch,
-            work=WorkModel.of(self.arch),
+        rule = PlanRule(
+            self.ranks.data,
+            self.settings.tokens_per_microbatch,
             # Interleaved pipelines take micro-batches in groups of one a stage.
             multiple=self.ranks.pipeline if parallel.virtual_pipeline is not None else 1,
-            packer=packer,
+            work=WorkModel.of(self.arch),
         )
+        return Batching(self.config, self.ranks, rule, packer)
 
     def _log_choices(self) -> None:
         if dist.get_rank() != 0:

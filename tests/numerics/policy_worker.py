@@ -54,7 +54,7 @@ def splits(policy: MegatronPolicy) -> dict[str, list[list[int]]]:
     """Ways to cut this rank's rows into micro-batches; every rank has the same number, some are
     empty."""
     rows = list(range(NUM_ROWS))[policy.ranks.data_rank :: policy.ranks.data]
-    multiple = policy.batching.multiple
+    multiple = policy.batching.rule.multiple
     whole = [rows] + [[]] * (multiple - 1)
     most = math.ceil(NUM_ROWS / policy.ranks.data)
     num_each = most + -most % multiple
@@ -87,7 +87,9 @@ def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
     """Largest difference over all rows and positions that ranks of the last stage hold."""
     passes = Logits(policy.chunks, policy.ranks, policy.arch.vocab_size, 1.0)
     with platform():
-        rows = [[row] for row in range(NUM_ROWS)] + [[]] * (-NUM_ROWS % policy.batching.multiple)
+        rows = [[row] for row in range(NUM_ROWS)] + [[]] * (
+            -NUM_ROWS % policy.batching.rule.multiple
+        )
         collected = passes.run(policy.batching.packed(wanted["batch"], rows), None, backward=False)
     worst = 0.0
     for (positions, logits), want in zip(collected, wanted["logits"], strict=False):

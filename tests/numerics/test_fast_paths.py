@@ -44,14 +44,17 @@ def simple_loss(view: TokenView) -> LossOutput:
 def cut(policy: MegatronPolicy, batch: SequenceBatch) -> list[list[int]]:
     """Micro-batches of very different lengths, one of them empty."""
     rows = list(range(batch.num_responses))[policy.ranks.data_rank :: policy.ranks.data]
-    return [rows[:1], rows[1:], [], []][: max(2, 2 * policy.batching.multiple)]
+    return [rows[:1], rows[1:], [], []][: max(2, 2 * policy.batching.rule.multiple)]
 
 
 def figures(
-    path: Path, layout: dict[str, Any], prepare: Callable[[MegatronPolicy], None] = lambda _: None
+    path: Path,
+    layout: dict[str, Any],
+    prepare: Callable[[MegatronPolicy], None] = lambda _: None,
+    **more: Any,
 ) -> Figures:
     """Logprobs, loss and gradient of a policy of that layout."""
-    policy = tiny_policy(path, layout)
+    policy = tiny_policy(path, layout, **more)
     prepare(policy)
     batch = make_batch()
     logprobs = of_all_rows(policy.score(LocalBatch(batch, cut(policy, batch)))).logprobs
@@ -167,12 +170,11 @@ def test_the_fused_rotary_kernel_gets_what_it_needs(hf_models: Path):
     """The fused rotary kernel gets what it needs, context parallel too, and is refused with prompts
     that are shared."""
     kernel = mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", packed_rotary)
-    whole = mock.patch.object(MegatronPolicy, "prefix_sharing", False)
+    whole = {"share_prompts": False}
     for name, layout in (("llama", {}), ("llama", {"context": 2}), ("qwen3", SEQUENCE)):
-        with whole:
-            plain = figures(hf_models / name, layout)
-        with whole, kernel, fused(apply_rope_fusion=True):
-            close(figures(hf_models / name, layout), plain)
+        plain = figures(hf_models / name, layout, **whole)
+        with kernel, fused(apply_rope_fusion=True):
+            close(figures(hf_models / name, layout, **whole), plain)
     refused = pytest.raises(AssertionError, match="shared prompts need the rotary angles unfused")
     with kernel, fused(apply_rope_fusion=True), refused:
         figures(hf_models / "llama", {"tensor": 2})

@@ -84,7 +84,7 @@ def variants() -> dict[str, Callable[[], Method]]:
 
 def cuts(policy: MegatronPolicy) -> dict[str, list[list[int]]]:
     rows = list(range(ROWS))[policy.ranks.data_rank :: policy.ranks.data]
-    multiple = policy.batching.multiple
+    multiple = policy.batching.rule.multiple
     thirds = [rows[:1], rows[1:2], [], rows[2:]]
     return {
         "few": [rows] + [[]] * (multiple - 1),

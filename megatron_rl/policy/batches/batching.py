@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.policy.batches.microbatches import Microbatch, Packer, padded_lengths
-from megatron_rl.policy.batches.packing_plan import Plan, plan_microbatches
-from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.policy.batches.packing_plan import Plan, PlanRule, plan_microbatches
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
 from megatron_rl.types import SequenceBatch, Sequences
@@ -24,17 +23,13 @@ class Batching:
     Implements ``protocols.BatchSharding``.
 
     Attributes:
-        tokens_per_microbatch: most tokens (prompt + response) of one micro-batch.
-        work: what the ranks get equal shares of.
-        multiple: the number of micro-batches of a pass is a multiple of this.
+        rule: of the plans for all data-parallel ranks.
         packer: of this rank; where it shares prompts, responses to one become neighbors.
     """
 
     config: TransformerConfig
     ranks: Ranks
-    tokens_per_microbatch: int
-    work: WorkModel
-    multiple: int
+    rule: PlanRule
     packer: Packer
 
     @property
@@ -53,30 +48,17 @@ class Batching:
         Raises:
             ValueError: a row alone has more tokens than a micro-batch may have.
         """
-        return self._plan(sequences, rows, self.ranks.data)
+        return self._plan(sequences, rows, self.rule)
 
     def alone(self, sequences: Sequences) -> list[list[int]]:
         """Micro-batches of all rows for one data-parallel rank."""
-        return self._plan(sequences, range(sequences.num_responses), 1)[0]
+        rule = replace(self.rule, data_parallel_size=1)
+        return self._plan(sequences, range(sequences.num_responses), rule)[0]
 
-    def _plan(self, sequences: Sequences, rows: Sequence[int], data_ranks: int) -> Plan:
+    def _plan(self, sequences: Sequences, rows: Sequence[int], rule: PlanRule) -> Plan:
         if self.packer.share and sequences.prompt_index is not None:
-            return plan_shared_prompts(
-                sequences,
-                rows,
-                data_parallel_size=data_ranks,
-                tokens_per_microbatch=self.tokens_per_microbatch,
-                multiple=self.multiple,
-                work=self.work,
-            )
-        return plan_microbatches(
-            sequences.lengths.tolist(),
-            rows,
-            data_parallel_size=data_ranks,
-            tokens_per_microbatch=self.tokens_per_microbatch,
-            multiple=self.multiple,
-            work=self.work,
-        )
+            return plan_shared_prompts(sequences, rows, rule)
+        return plan_microbatches(sequences.lengths.tolist(), rows, rule)
 
     def give(self, values: Tensor) -> None:
         """See protocols.BatchSharding."""
@@ -88,8 +70,8 @@ class Batching:
     ) -> list[Microbatch]:
         """``microbatches`` (rows of ``batch``) as a pass takes them; ``prompts``: that of
         ``Packer.pack``. Collective where experts are dispatched by all-gather."""
-        assert len(microbatches) % self.multiple == 0, (
-            f"{len(microbatches)} micro-batches do not form groups of {self.multiple}"
+        assert len(microbatches) % self.rule.multiple == 0, (
+            f"{len(microbatches)} micro-batches do not form groups of {self.rule.multiple}"
         )
         totals = self._least_totals(batch, microbatches)
         return [

@@ -15,9 +15,10 @@ from megatron_rl.policy.batches.microbatches import (
     multiples,
     padded_lengths,
 )
-from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.packing_plan import PlanRule, plan_microbatches
 from megatron_rl.policy.passes.attention import group, zigzag
 from megatron_rl.types import SequenceBatch
+from tests.unit.data.plain_packing import BY_TOKENS
 
 CPU = torch.device("cpu")
 # Sequences "5 6 | 7" (row 0), "8 | 9 10 11" (row 1) and "12 | 13" (row 2); response tokens 7 | 9 10
@@ -163,9 +164,7 @@ def test_of_log_normal_lengths_at_least_95_of_100_computed_tokens_are_real(layou
     per tensor, FP8 in blocks."""
     draw = random.Random(0)
     lengths = [min(4096, max(8, int(draw.lognormvariate(6, 1)))) for _ in range(512)]
-    plan = plan_microbatches(
-        lengths, range(512), data_parallel_size=4, tokens_per_microbatch=8192, multiple=1
-    )
+    plan = plan_microbatches(lengths, range(512), PlanRule(4, 8192, 1, BY_TOKENS))
     ones = torch.ones(512, dtype=torch.long)
     batch = SequenceBatch(
         torch.zeros(sum(lengths), dtype=torch.long), ones, torch.tensor(lengths) - ones
