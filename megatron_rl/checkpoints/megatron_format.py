@@ -23,9 +23,8 @@ from megatron_rl.checkpoints import nemo_format
 from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings, saved_bytes
-from megatron_rl.checkpoints.receipt import from_json, receipt_path
-from megatron_rl.checkpoints.safe_load import INDEX, SafeReader
-from megatron_rl.checkpoints.sealing import index
+from megatron_rl.checkpoints.safe_load import INDEX, read_index
+from megatron_rl.checkpoints.sealing import Receipt, index, receipt_path
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -180,9 +179,10 @@ def write(
         writer.join()
     if writer.error is not None:
         raise writer.error
-    receipt = receipt_path(path, 0)
-    (path / INDEX).write_bytes(pickle.dumps(index(from_json(receipt.read_bytes()).stored)))
-    receipt.unlink()
+    written = Receipt()
+    written.add(receipt_path(path, 0).read_bytes())
+    (path / INDEX).write_bytes(pickle.dumps(index(written.stored)))
+    receipt_path(path, 0).unlink()
     torch.save({}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
 
@@ -202,11 +202,9 @@ class CheckpointReader:
                 f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)"
             )
         self.path = path
-        reader = FileSystemReader(path) if allow_pickle else SafeReader(path)
-        self.metadata = reader.read_metadata()
-        prefixed = any(
-            key.startswith(nemo_format.PREFIX) for key in self.metadata.state_dict_metadata
-        )
+        self.metadata = FileSystemReader(path).read_metadata() if allow_pickle else read_index(path)
+        keys = self.metadata.state_dict_metadata
+        prefixed = any(key.startswith(nemo_format.PREFIX) for key in keys)
         self.prefix = nemo_format.PREFIX if prefixed else ""
 
     def _array(self, item: LayerTensor) -> tuple[str, TensorStorageMetadata]:
