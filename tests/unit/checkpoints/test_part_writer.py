@@ -178,7 +178,7 @@ def test_values_may_change_as_soon_as_they_are_copied(tmp_path):
 
 def test_the_digest_taken_while_writing_is_that_of_the_file(tmp_path):
     path = written(tmp_path / "step_000001")
-    entries = directory._files(path)
+    entries = directory._manifest(path)["files"]
     for name in directory.file_names(path):
         assert entries[name] == {
             "bytes": (path / name).stat().st_size,
