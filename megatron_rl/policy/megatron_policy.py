@@ -53,8 +53,6 @@ from megatron_rl.policy.state.offload import (
     release_caches,
     training_tensors,
 )
-from megatron_rl.policy.state.shards import key as shard_key
-from megatron_rl.policy.state.shards import parameter_shards
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard
 
@@ -110,7 +108,7 @@ class MegatronPolicy:
         if settings.keep_reference:
             staged = self.device.type == "cuda"
             self.reference = Reference(self.held, self.chunks, staged=staged)
-        self._by_key = {shard_key(item): item.tensor for item in self.held}
+        self._by_key = {item.key: item.tensor for item in self.held}
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
         vocab_size = self.arch.vocab_size
         self._passes = Passes(self.chunks, self.ranks, vocab_size, settings.temperature)
@@ -274,7 +272,7 @@ class MegatronPolicy:
     def weight_shards(self) -> list[Shard]:
         """The parts of HF tensors that this rank holds, for a planned weight sync; the keys are
         those of ``weight``."""
-        return parameter_shards(self.held)
+        return [shard for item in self.held for shard in item.shards]
 
     def weight(self, key: str) -> Tensor:
         """This rank's parameter of that key, as it is now (after ``wait_for_param_gather``). Raises
@@ -341,7 +339,8 @@ class MegatronPolicy:
 
     def export(self, path: Path) -> None:
         self._offload.require("weights")
-        export.export_hf(self, path)
+        weights = self.gathered_weights()
+        export.export_hf(weights, path, self.path, self.arch, self.precision.params)
 
     def close(self) -> None:
         """Collective: drops megatron's process groups; another policy may then be built."""

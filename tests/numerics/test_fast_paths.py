@@ -24,7 +24,6 @@ from megatron_rl.policy import model as model_room
 from megatron_rl.policy import patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes.attention import zigzag
-from megatron_rl.policy.state.shards import parameter_shards
 from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import on_ranks
@@ -62,7 +61,7 @@ def figures(
     gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
     shards = {
         (shard.name, shard.start, shard.shape, shard.offset, shard.stride)
-        for shard in parameter_shards(policy.held)
+        for shard in policy.weight_shards()
     }
     weights = dict(policy.gathered_weights())
     policy.close()
