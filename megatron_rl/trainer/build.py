@@ -83,7 +83,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     start = folder.prepare(data_fingerprint(loader.state()))
     if config.logging.rank_files and not world.is_main:
         rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
-    world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
+    world.from_main(lambda: check_before_build(config, start, signals.needs("ref")))
     with display.phase("preparing what the method reads", announced=False):
         setup = SignalSetup(Path(config.model.path), Path(config.run_dir), vision, world)
         data = signals.prepare(data, setup)
@@ -146,11 +146,11 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
         ValueError: the groups are too small for it, or what it reads cannot be given.
     """
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    if config.batch.responses_per_prompt < method.needs.min_group:
+    if config.batch.responses_per_prompt < config.method.min_group:
         raise ValueError(
             f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method"
             f" {method.name} compares the responses of a prompt and needs at least"
-            f" {method.needs.min_group}"
+            f" {config.method.min_group}"
         )
     signals = signals_of(method, config.seed)
     signals.check(data.train_prompts, config)
@@ -201,7 +201,7 @@ def build_policy(
     longest += signals.extra_tokens
     settings = PolicySettings(
         temperature=rollout.temperature,
-        keep_reference=method.needs.ref_logprobs or signals.needs("ref"),
+        keep_reference=signals.needs("ref"),
         total_optimizer_steps=num_optimizer_steps(config),
         max_sequence_tokens=longest,
         tokens_per_microbatch=tokens_per_microbatch(config),
