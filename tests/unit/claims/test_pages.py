@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_rl.reporting.comparison.drawing import Drawn, draw_variants, style_of
+from megatron_rl.reporting.comparison.drawing import draw_bands
 from tools.claim_checks import Claim, outcome, read_claim
 from tools.claim_page import band_of_seeds, page, spread, unit
 from tools.claims import (
@@ -139,11 +139,8 @@ def test_the_page_says_what_the_figure_shows(cells, seeds, words) -> None:
     drawn = by_cell(made_rows(cells, seeds))
     assert spread(drawn) == words
     axes = Figure().subplots()
-    bands = [
-        Drawn(cell, style_of(order), band_of_seeds(of_seeds, "m"), order)
-        for order, (cell, of_seeds) in enumerate(drawn.items())
-    ]
-    draw_variants(axes, bands, held_out=True)
+    bands = [band_of_seeds(of_seeds, "m") for of_seeds in drawn.values()]
+    draw_bands(axes, bands, held_out=True)
     assert bool(axes.collections) == ("band" in words)
     thin = [line for line in axes.lines if line.get_linewidth() < 1]
     assert len(thin) == (cells * seeds if "thin" in words else 0)
