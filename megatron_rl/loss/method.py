@@ -119,6 +119,11 @@ class Method:
         return groups.broadcast(informative_groups(correct, groups))
 
     def wants_group(self, correct: Sequence[bool]) -> bool:
-        """``wants_groups`` of one group with these responses."""
+        """``wants_groups`` of one group with these responses; under dynamic sampling one that is
+        too small for the method is not wanted."""
+        if not self.needs.dynamic_sampling:
+            return True
+        if len(correct) < self.needs.min_group:
+            return False
         one_group = torch.zeros(len(correct), dtype=torch.int64)
         return bool(self.wants_groups(torch.tensor(correct), one_group).all())

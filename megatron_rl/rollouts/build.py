@@ -39,6 +39,7 @@ from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import Rollouts, source_rules
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.device import device
@@ -91,6 +92,7 @@ class SourceParts:
             stream=PromptStream(self.loader),
             plan=plan,
             wants_group=self.method.wants_group,
+            verdicts=VerdictRules(self.method.needs.min_group, config.reward.max_excluded_share),
             demonstrations=self.demonstrations,
         )
 
