@@ -11,6 +11,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.reading import Data
+from megatron_rl.engine.arguments import served_settings
 from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.engine.serving.client import ServerClient
@@ -32,6 +33,7 @@ from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import Rollouts, step_rules
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.device import device
@@ -76,7 +78,7 @@ class SourceParts:
 
     def job(self) -> GenerationJob:
         """The steps of the run."""
-        source, batch = self.config.source, self.config.batch
+        source, batch, reward = self.config.source, self.config.batch, self.config.reward
         return GenerationJob(
             rules=step_rules(
                 self.method,
@@ -96,6 +98,7 @@ class SourceParts:
                 staleness=source.staleness,
             ),
             wants_group=self.method.wants_group,
+            verdicts=VerdictRules(self.method.config.min_group, reward.max_excluded_share),
             demonstrations=self.demonstrations,
         )
 
@@ -157,11 +160,12 @@ def build_served(parts: SourceParts) -> Rollouts:
         device=device(),
     )
     server_parts = _server_parts(parts, secret, in_flight)
+    registry = Registry(folder, settings=served_settings(config.rollout))
     engines = ServerEngines(
         world,
         fleet,
         held,
-        lambda saved: ServerBackend(job, server_parts, Registry(folder), saved),
+        lambda saved: ServerBackend(job, server_parts, registry, saved),
         parts.save,
         parts.display,
         job,

@@ -190,11 +190,10 @@ class Dispatcher:
         """With the last score of a group it is known whether the method wants it."""
         size = self.scheduler.rules.responses_per_group
         answers = [self._answers.get((group, response)) for response in range(size)]
-        scores = [answer.score for answer in answers if answer is not None]
-        verdicts = [score.correct for score in scores if score is not None]
+        scores = [answer.score for answer in answers if answer and answer.score is not None]
         # A score may come before its siblings, and under partial rollouts from a step before.
-        if len(verdicts) == size and self.scheduler.end.is_whole(group):
-            self.scheduler.judged(version, group, wanted=self._job.wants_group(verdicts))
+        if len(scores) == size and self.scheduler.end.is_whole(group):
+            self.scheduler.judged(version, group, wanted=self._job.wants(scores))
 
     def _dispatch(self) -> None:
         """Has the backend do what the scheduler says, until it says no more: a demonstration ends

@@ -8,10 +8,11 @@ from typing import Any
 
 from megatron_rl.rollouts.demonstrations import Demonstrations
 from megatron_rl.rollouts.prompts import FixedPrompts, PromptStream
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.rollouts.store import ResponseStore
 from megatron_rl.scheduling.end_of_step import StepRules
-from megatron_rl.types import Completion, Prompt, Sampling
+from megatron_rl.types import Completion, Prompt, Sampling, Score
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class GenerationJob:
         stream: The prompts of the groups.
         plan: How a response is sampled.
         wants_group: Whether a group is trained on, by the verdicts on its responses.
+        verdicts: What becomes of responses without one.
         demonstrations: Of prompts that bring responses along.
         store: The tokens that lie on this rank.
     """
@@ -31,6 +33,7 @@ class GenerationJob:
     stream: PromptStream
     plan: SamplingPlan
     wants_group: Callable[[Sequence[bool]], bool]
+    verdicts: VerdictRules
     demonstrations: Demonstrations | None = None
     store: ResponseStore = field(default_factory=ResponseStore)
 
@@ -38,6 +41,10 @@ class GenerationJob:
         """A response that the prompt brings along."""
         known = self.demonstrations
         return None if known is None else known.get(prompt, response)
+
+    def wants(self, scores: Sequence[Score]) -> bool:
+        """Whether a group with these scores is trained on."""
+        return self.wants_group([score.correct for score in scores if score.problem is None])
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, on rank 0: the tokens that are there, and the place in the prompts."""
@@ -62,5 +69,6 @@ def answers_to(
         stream=FixedPrompts(prompts),
         plan=SamplingPlan(sampling),
         wants_group=lambda verdicts: True,
+        verdicts=VerdictRules(1, 1.0),
         demonstrations=demonstrations,
     )

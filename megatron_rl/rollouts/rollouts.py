@@ -20,6 +20,7 @@ from megatron_rl.rollouts.rows.exchange import token_rows, token_versions
 from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.rollouts.rows.partials import of_all_rows, response_maxima, response_sums
+from megatron_rl.rollouts.rows.verdicts import excluded_share
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.end_of_step import StepGroups, StepRules
@@ -56,7 +57,7 @@ class SampledStep(NamedTuple):
                 assert completion is not None, f"rank {rank} lacks the tokens of answer {number}"
                 completions.append(completion)
         refused = [
-            ScoredGroup(job.stream.prompt(group, visit), scores)
+            ScoredGroup.of(job.stream.prompt(group, visit), scores)
             for group, (visit, scores) in summary.refused.items()
         ]
         return cls(summary, prompts, completions, refused)
@@ -148,7 +149,8 @@ class Rollouts:
         they show what the policy answered.
 
         Raises:
-            ValueError: no group was wanted, or a rollout hook failed.
+            ValueError: no group was wanted, too many responses have no verdict, or a rollout hook
+                failed.
         """
         clock = Clock()
         sampled = self.engines.step(step, clock)
@@ -156,6 +158,7 @@ class Rollouts:
             responses = self._responses(sampled)
         summary = sampled.summary
         groups = summary.groups
+        self._excluded_share(step, responses, summary)
         num_refused = len(groups.refused)
         if not groups.groups:
             self.post.log(step, responses)
@@ -167,16 +170,27 @@ class Rollouts:
         plan = self.job.plan
         # Before hooks of scored rollouts and credit: a group is trained with all of its responses.
         again = plan.ask_again(self, step, responses, clock, sampled.refused)
-        experience = self.post(step, again.responses, clock)
+        share = self._excluded_share(step, again.responses, summary)
+        judged = self.job.verdicts.judged(again.responses)
+        if not len(judged):
+            raise ValueError(
+                f"step {step}: no group has {self.job.verdicts.min_group} responses with a verdict;"
+                " correct the verifier or its limits"
+            )
+        experience = self.post(step, judged, clock)
         metrics = dict(summary.metrics)
         if self.engines.has_versions:
-            metrics |= age_metrics(step, again.responses, self.world)
+            metrics |= age_metrics(step, judged, self.world)
         looked_at = len(groups.groups) + num_refused
+        num_sampled = again.responses.num_sampled_tokens
         experience = replace(
             experience,
             discarded_groups=num_refused,
             sampling_rounds=-(-looked_at // self.job.rules.groups_per_step),
-            discarded_tokens=summary.discarded_tokens + again.dropped_tokens,
+            discarded_tokens=summary.discarded_tokens,
+            dropped_tokens=experience.dropped_tokens + again.dropped_tokens,
+            excluded_tokens=num_sampled - judged.num_sampled_tokens,
+            excluded_share=share,
             hook_metrics={**again.metrics, **experience.hook_metrics},
             source_metrics=metrics,
             annealing=plan.of_step(step).annealing,
@@ -185,6 +199,17 @@ class Rollouts:
         if record is not None:
             self.world.from_main(lambda: record.write(step, experience, groups.groups))
         return experience
+
+    def _excluded_share(self, step: int, responses: Responses, summary: StepSummary) -> float:
+        """Of all that the step looked at; ValueError as of ``excluded_share``."""
+        scores = [score for _, of_group in summary.refused.values() for score in of_group]
+        if summary.groups.groups:  # else the responses are some of those that were refused
+            scores += responses.scores
+        try:
+            return excluded_share(scores, self.job.verdicts.max_excluded_share, f"step {step}")
+        except ValueError:
+            self.post.log(step, responses)
+            raise
 
     def run(
         self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock | None = None
@@ -280,6 +305,6 @@ def step_rules(
     method: Method, prompts_per_step: int, responses_per_prompt: int, **source: Any
 ) -> StepRules:
     """Which groups a step of the method trains. ``source``: other fields of the rules."""
-    needs = method.needs
-    rounds = needs.max_sampling_tries if needs.dynamic_sampling else None
+    is_filtered = method.config.filters.dynamic_sampling is not None
+    rounds = method.max_sampling_tries if is_filtered else None
     return StepRules(prompts_per_step, responses_per_prompt, rounds, **source)

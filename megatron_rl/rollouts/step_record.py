@@ -44,11 +44,8 @@ _TOKENS = ("token_ids", "sampler_logprobs")
 _ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
 # Of an experience before it is scored, next to its responses.
 _REST = (
-    "discarded_groups",
-    "sampling_rounds",
-    "discarded_tokens",
-    "hook_metrics",
-    "source_metrics",
+    *("discarded_groups", "sampling_rounds", "discarded_tokens", "dropped_tokens"),
+    *("excluded_tokens", "excluded_share", "hook_metrics", "source_metrics"),
 )
 logger = logging.getLogger(__name__)
 

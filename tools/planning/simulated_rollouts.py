@@ -18,6 +18,7 @@ from megatron_rl.rollouts.dispatcher import (
 )
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.prompts import FixedPrompts
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.rollouts.store import Place, ResponseStore
 from megatron_rl.scheduling.end_of_step import StepRules
@@ -76,7 +77,8 @@ class SimulatedRun:
         self._tokens = tokens
         self._counts = TokenCounts()
         plan = SamplingPlan(Sampling(rules.responses_per_group, int(tokens.max())))
-        job = GenerationJob(rules, SimulatedPrompts([]), plan, all, store=self._counts)
+        prompts, verdicts = SimulatedPrompts([]), VerdictRules(1, 0.0)
+        job = GenerationJob(rules, prompts, plan, all, verdicts, store=self._counts)
         no_rewards: Any = None
         self._dispatcher = Dispatcher(job, self.scheduler, self, no_rewards)
         self._switch_s = 0.0

@@ -19,6 +19,7 @@ from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.jobs import GenerationJob, answers_to
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import SampledStep
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.end_of_step import Admission, StepRules
@@ -151,6 +152,7 @@ def job_of(
         stream=PromptStream(PromptLoader(prompts, seed=1, shuffle=True)),
         plan=PlainSeeds(each_step),
         wants_group=wants or (lambda verdicts: True),
+        verdicts=VerdictRules(1, 0.0),
     )
 
 
