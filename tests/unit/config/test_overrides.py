@@ -122,6 +122,7 @@ def test_looking_at_a_configuration_needs_no_data(capsys):
     ("override", "message"),
     [
         ("optim.lr=3", "optim.lr: unknown key"),
+        ("+source.give_up_factor=4", "here it is source.request_timeout_factor"),
         ("seed=true", "seed = True"),
         ("seed=1,2", "several runs"),
     ],
