@@ -18,7 +18,7 @@ from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.exchange import Groups, digest, exchange
 from megatron_rl.weight_sync.failure import Stage, SyncProgress
-from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.plan import Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.shards import collect
 from megatron_rl.weight_sync.transport import Transport, TransportReport
@@ -58,7 +58,7 @@ class ReshardSync:
         settings = PlanSettings(
             bucket_bytes=options.bucket_mib << 20,
             rounds_in_flight=options.rounds_in_flight,
-            machines=_machines(gpus_per_node, group),
+            node_of_rank=_nodes(gpus_per_node, group),
             replicas=_replicas(None if sink is None else sink.replica, group),
             cast=options.cast,
         )
@@ -171,14 +171,14 @@ def _no_target(key: str) -> Tensor:
     raise AssertionError(f"a process without rollout side was to receive {key}")
 
 
-def _machines(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> Machines:
-    """Collective: which ranks share a node, as each rank reports its own."""
+def _nodes(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Collective: the node of each rank, as it reports its own."""
     own: int | str = platform.node()
     if gpus_per_node:
         own = dist.get_rank(group) // gpus_per_node
     labels = all_gather(str(own), str, group)
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    return Machines(node_of_rank=tuple(numbers[label] for label in labels))
+    return tuple(numbers[label] for label in labels)
 
 
 def _replicas(replica: int | None, group: dist.ProcessGroup | None) -> list[list[int]]:
