@@ -39,7 +39,10 @@ def compare(
     of_stream: dict[Stream, list[str]] = defaultdict(list)
     for bucket, digest in buckets.items():
         of_stream[bucket.stream].append(digest)
-    own = [(stream, xxhash.xxh3_128_hexdigest("".join(of))) for stream, of in of_stream.items()]
+    own = [
+        (stream, xxhash.xxh3_128_hexdigest("".join(of).encode()))
+        for stream, of in of_stream.items()
+    ]
     everyone = [dict(pairs) for pairs in all_gather(own, list[tuple[Stream, str]], group)]
     wrong = set()
     for of_rank in everyone:  # each stream is there twice, from its source and from its target
