@@ -17,6 +17,11 @@ VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
 # Prompts of one prefill on a CPU, where a longer prompt does not raise it.
 _BATCHED_TOKENS = 8192
 
+# Else vLLM rounds the logits that it samples from to the type of the weights: bfloat16 has steps of
+# 0.125 at 20, and the policy's head keeps float32. Its CPU build casts the head at every step, its
+# CUDA build lets the product accumulate in float32.
+_FLOAT32_HEAD = {"head_dtype": "float32"}
+
 # By name: its module needs vLLM, which is imported when the engine is built.
 _ANNEALED_LOGITS = "megatron_rl.engine.annealed:AnnealedLogits"
 
@@ -60,6 +65,7 @@ def engine_arguments(
         "distributed_executor_backend": "external_launcher",
         "worker_extension_cls": "megatron_rl.engine.weights.worker.WeightReceiver",
         "dtype": config.dtype,
+        "hf_overrides": {} if config.dtype == "float32" else _FLOAT32_HEAD,
         "quantization": VLLM_QUANTIZATION[config.quantization] if config.quantization else None,
         "max_model_len": max_tokens,
         "enforce_eager": config.enforce_eager,
@@ -72,11 +78,6 @@ def engine_arguments(
         "distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
         "cpu_distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
     }
-    if config.dtype != "float32":
-        # Else vLLM rounds the logits that it samples from to the type of the weights: bfloat16 has
-        # steps of 0.125 at 20, and the policy's head keeps float32. Its CPU build casts the head
-        # at every step, its CUDA build lets the product accumulate in float32.
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if config.anneal.schedule is not None:
         arguments["logits_processors"] = [_ANNEALED_LOGITS]
     if without_weights:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
@@ -124,43 +123,29 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-@dataclass(frozen=True)
-class Address:
-    """The address that a server listens on, and how long it may be silent.
-
-    Example: ``Address("127.0.0.1", port=0, lease_s=30.0)``, at a free port.
-    """
-
-    host: str
-    port: int
-    lease_s: float
-
-
 def serve(
     config: Config,
-    run_dir: Path,
-    address: Address,
+    *,
+    host: str,
+    port: int,
+    lease_s: float,
     environment: Mapping[str, str],
     multimodal: MultimodalConfig | None = None,
 ) -> None:
     """Runs a server and renews its registration until the server ends, this process is told to end,
-    or the trainer has removed the registration. ``multimodal``: None where no prompt has images.
+    or the trainer has removed the registration. ``port``: 0 for a free one. ``lease_s``: how long
+    it may be silent. ``multimodal``: None where no prompt has images.
 
     Raises:
         ValueError: the server did not start, or it ended.
     """
     require_vllm()
-    folder = run_dir / FOLDER
+    folder = Path(config.run_dir) / FOLDER
     secret = run_secret(folder)
-    port = address.port or free_port(address.host)
-    url = f"http://{address.host}:{port}"
+    port = port or free_port(host)
+    url = f"http://{host}:{port}"
     command = server_command(
-        config.model.path,
-        config.rollout,
-        multimodal,
-        seed=config.seed,
-        host=address.host,
-        port=port,
+        config.model.path, config.rollout, multimodal, seed=config.seed, host=host, port=port
     )
     process = start_server(command, environment, secret)
     lease: Lease | None = None
@@ -170,10 +155,10 @@ def serve(
             time.sleep(1.0)
         name = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
         settings = served_settings(config.rollout)
-        lease = Lease(folder, Registration(name, url, 0, address.lease_s, settings))
-        logger.info("server %s: %s waits for a trainer in %s", name, url, run_dir)
+        lease = Lease(folder, Registration(name, url, 0, lease_s, settings))
+        logger.info("server %s: %s waits for a trainer in %s", name, url, config.run_dir)
         while lease.is_held:
-            time.sleep(address.lease_s / _BEATS_A_LEASE)
+            time.sleep(lease_s / _BEATS_A_LEASE)
             _refuse_ended(process, "ended")
             if is_well(url, secret):
                 lease.renew()
