@@ -29,8 +29,8 @@ MAX_FOLDER_FILES = 15  # of Python, in a folder of the package
 ENVIRONMENT_READERS = {
     "megatron_rl/runtime/launch.py": "rank, world size and rendezvous address set by torchrun",
     "megatron_rl/runtime/guard/failure.py": "rank, rendezvous address, error file set by torchrun",
+    "megatron_rl/runtime/guard/first_failure.py": "rendezvous address set by torchrun",
     "megatron_rl/runtime/process.py": "whether torchrun started this process, and as which rank",
-    "megatron_rl/runtime/guard/collective_watchdog.py": "rendezvous address set by torchrun",
     "megatron_rl/rewards/workers/server.py": (
         "handed on to a child process, with the path to this package added"
     ),

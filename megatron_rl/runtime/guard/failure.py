@@ -20,14 +20,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
 from megatron_rl.errors import first_line
-from megatron_rl.runtime.guard import failed_host
 from megatron_rl.runtime.guard.error_chain import chain
-from megatron_rl.runtime.guard.first_failure import FirstFailure, alive
+from megatron_rl.runtime.guard.first_failure import FirstFailure, alive, connect, note_failed_host
 
 _MAX_LINES = 12
 _NAMED = 8  # ranks in a message
@@ -83,7 +81,7 @@ class State:
         # (None where there are none), and that this rank ends as it should.
         self.announce: Callable[[str], None] | None = None
         self.goodbye: Callable[[], None] | None = None
-        self.failed_host: Path | None = None  # see ``runtime/guard/failed_host.py``
+        self.failed_host: Path | None = None  # see ``first_failure.note_failed_host``
 
 
 def _first_failure_of_launch() -> FirstFailure:
@@ -102,16 +100,8 @@ def _first_failure_of_launch() -> FirstFailure:
 
 def _first_of_all_machines() -> bool:
     """Whether this process fails first, by the store of torchrun on the first machine."""
-    import torch.distributed as dist
-
     try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=2),
-            wait_for_workers=False,
-        )
+        store = connect(timeout_s=2)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         me = f"{socket.gethostname()}:{os.getpid()}"
         return store.compare_set(f"megatron_rl/first_failure/{start}", "", me) == me.encode()
@@ -210,7 +200,7 @@ def say_or_follow(
         if not heard:
             break  # the winner lives and stays silent: better two messages than none
     if host is not None:
-        failed_host.write(STATE.failed_host, host)
+        note_failed_host(STATE.failed_host, host)
     say(message)
     if by_others:
         return _follow()

@@ -18,19 +18,19 @@ PR_SET_PDEATHSIG = 1
 _PARENT = os.getppid()
 
 
-def end_with_it() -> None:
+def end_with_it(parent: int = _PARENT) -> None:
     """Makes the kernel kill this process when its parent ends, however that ends.
 
     SIGKILL and not SIGTERM: an unsupervised rank must not write another byte into a folder
     that the next start of the run already uses. What is on the disk stays whole, as after any kill.
     """
     die_with_parent()
-    if sys.platform.startswith("linux") and os.getppid() != _PARENT:
+    if sys.platform.startswith("linux") and os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_parent() -> None:
-    """The same for a process that its parent has just forked, as ``preexec_fn`` of a program."""
+    """The same as ``preexec_fn`` of a program that is started."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)

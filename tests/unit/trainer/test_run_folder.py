@@ -11,7 +11,7 @@ import torch
 from megatron_rl.run import run_record
 from megatron_rl.run.start import finished_already
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 from tests.unit.trainer.runs import WORLD
 
 
