@@ -80,14 +80,10 @@ def _with_places(messages: Any, draft: Draft, problems: Problems) -> Any:
     with_places = []
     for message, parts in zip(messages, split, strict=True):
         # A text without a place stays a text, which every template takes.
-        if parts and _needs_parts(message, parts):
+        if parts and (num_places(parts) or not isinstance(message["content"], str)):
             message = {**message, "content": parts}
         with_places.append(message)
     return with_places
-
-
-def _needs_parts(message: Mapping[str, Any], parts: Sequence[Mapping[str, str]]) -> bool:
-    return num_places(parts) > 0 or not isinstance(message["content"], str)
 
 
 def _with_suffix(content: Any, suffix: str) -> Any:
@@ -140,42 +136,25 @@ def is_unicode(text: str) -> bool:
 
 def _wrong_form(messages: Any, *, sees: bool) -> tuple[str, str] | None:
     """(what is wrong, remedy); None for messages that end with the user's turn."""
-    if _are_messages(messages, sees):
-        return None
-    if _has_other_parts(messages):
+    form = (
+        "the prompt is neither a text nor a list of {role, content}",
+        "correct the row or data.columns.prompt",
+    )
+    if not isinstance(messages, list) or not messages:
+        return form
+    if not all(isinstance(turn, Mapping) and turn.get("role") in _ROLES for turn in messages):
+        return form
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) or (sees and parts_of(content)):
+            continue
+        parts = content if isinstance(content, list) else []
+        kinds = [part.get("type", "text") for part in parts if isinstance(part, Mapping)]
+        if set(kinds) <= {"text"}:
+            return form
         return (
             "a message has parts other than text",
             "video and audio are not supported; images of a vision-language model stand in the"
             ' column data.columns.images, and in the prompt as <image> or {"type": "image"}',
         )
-    return (
-        "the prompt is neither a text nor a list of {role, content}",
-        "correct the row or data.columns.prompt",
-    )
-
-
-def _has_other_parts(messages: Any) -> bool:
-    if not isinstance(messages, list):
-        return False
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list) else []
-        for part in parts:
-            if isinstance(part, Mapping) and part.get("type", "text") != "text":
-                return True
-    return False
-
-
-def _are_messages(messages: Any, sees: bool) -> bool:
-    if not isinstance(messages, list) or not messages:
-        return False
-    if not all(_is_message(message, sees) for message in messages):
-        return False
-    return messages[-1]["role"] in ("user", "tool")
-
-
-def _is_message(message: Any, sees: bool) -> bool:
-    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-        return False
-    content = message.get("content")
-    return isinstance(content, str) or (sees and bool(parts_of(content)))
+    return None if messages[-1]["role"] in ("user", "tool") else form

@@ -49,7 +49,7 @@ class Problems:
     """
 
     def __init__(self, source: str) -> None:
-        self._source = source
+        self.source = source
         # (what is wrong, remedy) -> (place, value) of every occurrence
         self._occurrences: dict[tuple[str, str], list[tuple[int | str, Any]]] = defaultdict(list)
 
@@ -67,7 +67,7 @@ class Problems:
         if num_hidden > 0:
             lines = [*lines[:_SHOWN_KINDS], f"... and {num_hidden} more kinds of problems"]
         separator = "\n  - " if len(lines) > 1 else " "
-        raise ValueError(f"{self._source}:{separator}{separator.join(lines)}")
+        raise ValueError(f"{self.source}:{separator}{separator.join(lines)}")
 
 
 def _line(what: str, remedy: str, occurrences: list[tuple[int | str, Any]]) -> str:

@@ -88,11 +88,17 @@ class Display:
         begin = self._clock()
         if announced and not self._live:
             self.line(f"{text} ...")
-        self._show(text)
+        if self._status is not None:  # inside another phase
+            self._status.update(text)
+        elif self._live:
+            self._status = self.console.status(text)
+            self._status.start()
         try:
             yield
         finally:
-            self._hide()
+            if self._status is not None:
+                self._status.stop()
+                self._status = None
         seconds = self._clock() - begin
         if announced and seconds >= _LONG_S:
             self.line(f"{text}: {duration(seconds)}")
@@ -123,18 +129,6 @@ class Display:
                 self.line(text)
 
         return report
-
-    def _show(self, text: str) -> None:
-        if self._live and self._status is None:
-            self._status = self.console.status(text)
-            self._status.start()
-        elif self._status is not None:
-            self._status.update(text)
-
-    def _hide(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
 
 
 def in_words(progress: Progress, seconds: float) -> str:
