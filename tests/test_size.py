@@ -37,6 +37,7 @@ ENVIRONMENT_READERS = {
     "megatron_rl/sweeping/machine.py": (
         "handed on to the runs of a sweep, child processes, each with its share of GPUs or cores"
     ),
+    "megatron_rl/runtime/guard/parent.py": "whether this process is of a server that `serve` made",
     "megatron_rl/serve.py": "handed on to the server, a child process",
     "megatron_rl/engine/side_effects.py": (
         "variables that building the vLLM engine changes, to put them back"

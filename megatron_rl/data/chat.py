@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ def render(
         problems.add(row, what, prompt, "write the character whole, or drop the row")
         return ""
     if config.apply_chat_template:
-        return _templated(row, messages, tokenizer, problems)
+        return _templated(draft, messages, config, tokenizer, problems)
     if len(messages) > 1:
         remedy = "set data.apply_chat_template=true, or give a text and no system prompt"
         problems.add(row, "several messages need a chat template", prompt, remedy)
@@ -103,14 +104,22 @@ def _text(message: Mapping[str, Any], place: str = "") -> str:
 
 
 def _templated(
-    row: int, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, problems: Problems
+    draft: Draft,
+    messages: list[dict[str, Any]],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Problems,
 ) -> str:
+    day = datetime.fromisoformat(config.template_date or str(date.today()))
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # Templates ask for the date by this function, which the library defines as the time of now.
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, strftime_now=day.strftime
+        )
     except Exception as error:  # noqa: BLE001 (a template is a program: it raises anything)
         what = f"the chat template of the model fails ({type(error).__name__}: {first_line(error)})"
         remedy = "correct chat_template in the tokenizer's files, or the row"
-        problems.add(row, what, messages, remedy)
+        problems.add(draft.row, what, messages, remedy)
         return ""
     return str(text)
 

@@ -132,7 +132,7 @@ def _read_jsonl(path: Path) -> Rows:
                 continue
             remedy = "write one JSON object a line"
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_object)
             # A number of thousands of digits is a ValueError, but no JSONDecodeError.
             except (ValueError, RecursionError) as error:
                 problems.add(number, f"not JSON ({_reason(error)})", line.strip(), remedy)
@@ -143,6 +143,13 @@ def _read_jsonl(path: Path) -> Rows:
                 problems.add(number, "not a JSON object", row, remedy)
     problems.raise_if_any()
     return rows
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("two equal keys in one object")
+    return made
 
 
 def _reason(error: ValueError | RecursionError) -> str:

@@ -205,6 +205,9 @@ def _complete_variables() -> None:
         ValueError: some are set and others not.
     """
     present = [name for name in _VARIABLES if name in os.environ]
+    for name in present:
+        if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
+            raise ValueError(f"launch: {name} = {os.environ[name]!r}: not a number; see torchrun")
     if present and len(present) < len(_VARIABLES):
         missing = ", ".join(sorted(set(_VARIABLES) - set(present)))
         raise ValueError(

@@ -31,11 +31,8 @@ class Launched(NamedTuple):
 
 def launched() -> Launched:
     """How this process was started, before any process group exists."""
-    rank = int(os.environ.get("RANK", "0"))
-    local_size = os.environ.get("LOCAL_WORLD_SIZE")
-    if local_size is None:
-        return Launched(rank, None)
-    return Launched(rank, int(local_size))
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Launched(STATE.rank, int(local_size) if local_size.isdecimal() else None)
 
 
 @functools.cache
@@ -54,7 +51,8 @@ def prepare() -> None:
 def reported() -> Iterator[None]:
     """Around a whole program: an exception inside is reported once and ends the process.
 
-    See ``failure.report``. ``SystemExit`` passes.
+    See ``failure.report``. ``SystemExit`` passes before the ranks have met (``--help``); later it
+    comes from code of the user, whose end is not that of the run.
 
     Example::
 
@@ -66,8 +64,13 @@ def reported() -> Iterator[None]:
     prepare()
     try:
         yield
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        if not STATE.peers:
+            raise
+        fault = RuntimeError(
+            f"sys.exit({error.code!r}) inside of the run; return or raise an error there instead"
+        )
+        exit_process(report(fault.with_traceback(error.__traceback__)))
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends)
         exit_process(report(error))
 

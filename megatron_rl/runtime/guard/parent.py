@@ -7,11 +7,14 @@ rank.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+# In the environment of a program whose own children shall end with it, see ``die_with_server``.
+FOR_CHILDREN = "MEGATRON_RL_CHILDREN_DIE_WITH_PARENT"
 
 # Taken at import: a torchrun that is killed before `end_with_it` sends no signal, but then it is
 # no longer the parent.
@@ -27,6 +30,12 @@ def end_with_it(parent: int = _PARENT) -> None:
     die_with_parent()
     if sys.platform.startswith("linux") and os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_server() -> None:
+    """``die_with_parent`` in a child of a program whose environment has ``FOR_CHILDREN``."""
+    if FOR_CHILDREN in os.environ and multiprocessing.parent_process() is not None:
+        die_with_parent()
 
 
 def die_with_parent() -> None:

@@ -33,7 +33,7 @@ class StopRequest:
 
 
 def answer_termination() -> None:
-    """Ends this process on SIGTERM from now on; a plain fork does not inherit that.
+    """Ends this process on SIGTERM and SIGHUP from now on; a plain fork does not inherit that.
 
     For the main thread, where alone Python lets one set handlers.
     """
@@ -41,6 +41,8 @@ def answer_termination() -> None:
     os.set_blocking(writing, False)  # else ``set_wakeup_fd`` refuses it
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _arrived)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, _arrived)
     os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_answer, args=(reading,), name="SIGTERM", daemon=True).start()
 
@@ -55,14 +57,15 @@ def _forget() -> None:
 
 
 def _answer(reading: int) -> None:
-    while os.read(reading, 1) != bytes([signal.SIGTERM]):
-        pass  # another signal, which has a handler of its own
+    number = 0
+    while number not in (signal.SIGTERM, signal.SIGHUP):  # others have handlers of their own
+        (number,) = os.read(reading, 1)
     if not STATE.reporting.acquire(blocking=False):
         STATE.terminated.set()
         return
     STATE.terminated.set()
     gone = failure.gone_ranks()
-    text = "ended by SIGTERM"
+    text = f"ended by {signal.Signals(number).name}"
     host = None
     if gone:
         text = f"error: {failure.without_word(gone)}"
@@ -70,5 +73,5 @@ def _answer(reading: int) -> None:
     message = FailureMessage(text + failure.unsaved())
     code = failure.say_or_follow(message, by_others=bool(gone), host=host)
     if code != 0:  # 0: another rank of this machine has failed
-        code = 128 + signal.SIGTERM  # as a shell says it
+        code = 128 + number  # as a shell says it
     exit_process(code)
