@@ -106,7 +106,8 @@ def read_rows(path: Path) -> Rows:
     if path.suffix not in readers:
         raise ValueError(f"{path}: not a known kind of data file; {KINDS}")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; {KINDS}")
+        what = "not a regular file" if path.exists() else "no such file"
+        raise ValueError(f"{path}: {what}; {KINDS}")
     rows = readers[path.suffix](path)
     if not rows:
         raise ValueError(f"{path}: the file has no row; give a file with at least one")

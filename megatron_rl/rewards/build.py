@@ -128,10 +128,11 @@ class WeightedReward:
         """One score a response; ``prompts[i]`` is the prompt of ``responses[i]``.
 
         ``Score.parts``: accuracy, format (where there is a pattern), verifier_problem (1 where a
-        response could not be judged) and those of the user's function.
+        response could not be judged, with ``on_problem=zero``) and those of the user's function.
 
         Raises:
-            ValueError: the user's function failed in several calls in a row.
+            ValueError: the user's function failed in several calls in a row; or a response could
+                not be judged, with ``on_problem=stop``.
             RuntimeError: the workers cannot be started.
         """
         assert len(prompts) == len(responses) == len(truncated)
@@ -195,11 +196,12 @@ class WeightedReward:
     def _score(self, task: Task, judged: _Judged) -> Score:
         problem = judged["problem"]
         accuracy = judged["accuracy"]
-        parts = {
-            "accuracy": accuracy,
-            "verifier_problem": float(problem is not None),
-            **judged.get("parts", {}),
-        }
+        if not 0 <= accuracy <= 1:  # of a plug-in, which may also give NaN
+            problem = problem or f"accuracy {accuracy} is not within [0, 1]"
+            accuracy = 0.0
+        parts = {"accuracy": accuracy, **judged.get("parts", {})}
+        if self._config.on_problem == "zero":
+            parts["verifier_problem"] = float(problem is not None)
         reward = self._config.accuracy_weight * judged.get("reward", accuracy)
         if self._function is not None:
             parts["function"] = judged["reward"]
@@ -208,17 +210,29 @@ class WeightedReward:
             reward += self._config.format_weight * parts["format"]
         if problem is not None:
             self._note(task, problem)
-        return Score(reward, accuracy == 1, parts, judged.get("extracted"))
+        excluded = problem if self._config.on_problem == "exclude" else None
+        return Score(reward, accuracy == 1, parts, judged.get("extracted"), excluded)
 
     def _note(self, task: Task, problem: str) -> None:
-        """Counts a problem by data source and class; the first of each is logged."""
+        """Counts a problem by data source and class; the first of each is logged.
+
+        Raises:
+            ValueError: ``reward.on_problem`` is stop.
+        """
+        if self._config.on_problem == "stop":
+            raise ValueError(
+                f"reward.on_problem = stop: a response to {task.uid} could not be judged:"
+                f" {problem}; correct the verifier or its limits, or set reward.on_problem=exclude"
+            )
         reason_class = f"{task.data_source}: {problem.partition(':')[0]}"
         if reason_class not in self.problems:
+            excludes = self._config.on_problem == "exclude"
             logger.warning(
-                "a response to %s could not be judged and counts as wrong: %s "
-                "(logged once; see reward/part/verifier_problem)",
+                "a response to %s could not be judged and %s: %s (logged once; see %s)",
                 task.uid,
+                "is left out" if excludes else "counts as wrong",
                 problem,
+                "reward/excluded_share" if excludes else "reward/part/verifier_problem",
             )
         self.problems[reason_class] += 1
 

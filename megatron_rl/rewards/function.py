@@ -24,8 +24,9 @@ logged as ``reward/part/NAME``. It may be ``async def``.
   clients and caches are kept between calls. What it prints goes where the run's output goes. It is
   the user's own code: nothing but its time is limited.
 - A call that raises, returns the wrong number of values or takes longer than
-  ``reward.function_timeout_s`` gives all its responses reward 0 and ``verifier_problem`` 1; a value
-  that is not a finite number does so for its response. The reason is logged once. The run stops
+  ``reward.function_timeout_s`` gives its responses no verdict; a value that is not a finite number
+  gives its response none. ``reward.on_problem`` says what becomes of them; exclude, the default,
+  leaves them out of the step. The reason is logged once. The run stops
   after ``_MAX_FAILED_CALLS`` calls in a row without one usable value, which together had as many
   responses as that number of its largest calls (a call may be of a single response): it would
   train on nothing.

@@ -22,6 +22,7 @@ from typing import Any, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_rl.errors import first_line
 from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.guard.failure import Peer
@@ -253,6 +254,10 @@ def join(backend: str, timeout_s: float) -> None:
             f"launch: port {os.environ['MASTER_PORT']} of this machine is taken by another program;"
             " stop that, or choose another port (torchrun --standalone takes a free one)"
         ) from None
+    except RuntimeError as error:  # of gloo
+        if "Unable to find address for" not in str(error):
+            raise
+        raise ValueError(f"launch: GLOO_SOCKET_IFNAME: {first_line(error)}; unset it") from error
 
 
 class _StderrHandler(logging.StreamHandler):

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from megatron_rl.rewards.workers.messages import WorkerSetup
-from megatron_rl.rewards.workers.server import WorkerConnection, WorkerServer
+from megatron_rl.rewards.workers.server import RewardWorker, WorkerServer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 
 _GRACE_S = 1.0  # the worker's own timer acts first
@@ -51,7 +51,7 @@ class WorkerPool:
         self._num_workers = num_workers
         self._step_timeout_s = step_timeout_s
         self._server = WorkerServer(setup)
-        self._workers: list[WorkerConnection] = []
+        self._workers: list[RewardWorker] = []
         self._seconds_each = math.inf  # of a verdict, in the last call
         self._threads = ThreadPoolExecutor(num_workers, "verifier")
         self.restarts = 0

@@ -51,7 +51,7 @@ class ResponseVerifier:
         """The verdict on a response, as far as it is known after ``timeout_s``.
 
         ``accuracy`` and ``format`` in [0, 1]; ``problem`` where something could not be judged (it
-        counts 0); ``extracted`` as a verdict has it; ``last`` where this process must not judge
+        is 0 here); ``extracted`` as a verdict has it; ``last`` where this process must not judge
         another response, because code was interrupted in the middle or memory was full.
 
         Args:
