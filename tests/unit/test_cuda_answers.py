@@ -86,7 +86,7 @@ def nccl_beside_gloo(patch: Patch, _: Any) -> None:
 
     patch.setattr(launch, "prepare", lambda: None)
     patch.setattr(launch, "join", lambda backend, timeout_s: seen.update(backend=backend))
-    patch.setattr(launch, "CollectiveWatchdog", lambda rank, size: None)
+    patch.setattr(launch, "Heartbeat", lambda rank, peers: None)
     patch.setattr(failure, "joined", lambda rank, peers: None)
     patch.setattr(torch.cuda, "set_device", lambda index: seen.update(device=index))
     patch.setattr(

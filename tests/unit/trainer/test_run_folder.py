@@ -3,15 +3,16 @@ logged is lost."""
 
 import json
 import logging
+from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl.run import run_record
-from megatron_rl.run.start import finished_already
+from megatron_rl.run.start import finished_already, with_date
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 from tests.unit.trainer.runs import WORLD
 
 
@@ -129,6 +130,15 @@ def test_other_prompts_are_refused_by_content_and_the_same_ones_may_move(build):
     unread = build("trainer.num_steps=2", "data.train=elsewhere")
     with pytest.raises(ValueError, match=r"data.train = t there, elsewhere here"):
         unread.run()
+
+
+def test_the_day_that_templates_show_is_that_of_the_first_start(build):
+    config = build("trainer.num_steps=1", "data.template_date='2026-02-03'")
+    config.run()
+    again = build("trainer.num_steps=2")
+    assert with_date(config_of(again), WORLD).data.template_date == "2026-02-03"
+    (again.folder.path / "config.json").unlink()
+    assert with_date(config_of(again), WORLD).data.template_date == str(date.today())
 
 
 def test_the_machine_of_an_earlier_failure_is_forgotten_and_this_run_names_its_own(build):
