@@ -140,7 +140,7 @@ def import_function(spec: str, key: str) -> Any:
     function = getattr(_import_source(source, key), name, None)
     if function is None:
         raise ValueError(
-            f"{key} = {spec}: {source} has no {name!r}; correct the name behind the colon"
+            f"{key} = {spec}: {source} has no {name!r}; correct the name after the colon"
         )
     if not callable(function):
         raise ValueError(f"{key} = {spec}: is no function; name one that can be called")

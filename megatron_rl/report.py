@@ -1,4 +1,4 @@
-"""Runs beside each other: one page with tables, curves and samples.
+"""A comparison of runs: one page with tables, curves and samples.
 
     python -m megatron_rl.report runs/ablation --out runs/ablation/report
     python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo

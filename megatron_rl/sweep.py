@@ -49,7 +49,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nproc", type=int, required=True, help=nproc)
     parallel = (
         "runs at a time: here 1 unless given, with several each gets its share of the GPUs;\n"
-        "of a Slurm array as many as there is room for unless given"
+        "of a Slurm array as many as fit unless given"
     )
     add("--parallel", type=int, metavar="N", help=parallel)
     metric = f"metric of the table at the end, may be repeated (default {_SCORE})"

@@ -72,12 +72,12 @@ def plan(
         arch, config.parallel, config.precision, config.rollout, load, budget.device_gib
     )
     if config.source.is_servers:
-        return [_beside_servers(stage, config) for stage in stages]
+        return [_with_servers(stage, config) for stage in stages]
     return stages
 
 
-def _beside_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
-    """No engine; in its place, in lockstep behind the policy, what ``WeightHistory`` holds."""
+def _with_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
+    """No engine; in its place, in lockstep what ``WeightHistory`` holds."""
     held = config.source.staleness > 0 and config.source.schedule == "lockstep"
     return replace(
         stage,

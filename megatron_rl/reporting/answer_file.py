@@ -92,7 +92,7 @@ class AnswerFile:
 
     def finish(self) -> None:
         """Makes one file of the portions."""
-        # A kill between the two lines below leaves portions beside a whole file. Nothing reads
+        # A kill between the two lines below leaves portions next to a whole file. Nothing reads
         # them then, and the next call removes them.
         if not self.is_whole:
             self._write(self.path, self._stored_tables())

@@ -19,7 +19,7 @@ class Metric(NamedTuple):
 
 _NATS = "nats"
 
-# An exact key, or a prefix that ends in "/" with the rule for what stands behind it.
+# An exact key, or a prefix that ends in "/" with the rule for what follows it.
 TABLE: Mapping[str, Metric] = {
     "step": Metric("number of the finished step; 0 is the state before training"),
     "reward/mean": Metric(

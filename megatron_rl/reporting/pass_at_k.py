@@ -9,7 +9,7 @@ from math import comb
 from megatron_rl.reporting.metrics_file import Row
 
 PASS_AT = "eval/pass_at_"  # the k follows
-_PASS_AT_K = re.compile(rf"{PASS_AT}(\d+)")  # with a "/SOURCE" behind it, it is another metric
+_PASS_AT_K = re.compile(rf"{PASS_AT}(\d+)")  # with a "/SOURCE" after it, it is another metric
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

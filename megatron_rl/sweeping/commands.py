@@ -34,7 +34,7 @@ class Slurm:
         out: the folder of the sweep.
         nproc: processes a node.
         sbatch: options of the user for sbatch.
-        at_a_time: runs of an array at one time; None: as many as Slurm has room for.
+        at_a_time: runs of an array at one time; None: as many as Slurm can run.
         options: options of ``megatron_rl.train``.
     """
 
@@ -51,7 +51,7 @@ class Slurm:
             file: what ``write_trials`` writes; task N of the array runs its line N, from 0 on.
 
         Raises:
-            ValueError: there is no batch script beside an installed package.
+            ValueError: there is no batch script next to an installed package.
         """
         script = Path(__file__).resolve().parents[2] / "examples" / "slurm" / "train.sbatch"
         if not script.is_file():

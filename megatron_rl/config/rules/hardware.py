@@ -76,8 +76,13 @@ def engine_problems(
     rollout: RolloutConfig, machine: Machine, sizes: ModelSizes | None
 ) -> Iterator[str]:
     """Requirements of the engine alone that ``machine`` does not meet."""
-    if machine.compute_capability is None and sizes is not None:
-        yield from _cpu_heads(sizes)
+    on_cpu = machine.compute_capability is None
+    if on_cpu and sizes and sizes.head_dim and sizes.head_dim not in _CPU_HEAD_DIMS:
+        known = ", ".join(map(str, _CPU_HEAD_DIMS))
+        yield (
+            f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
+            " only; use a model with one of these, or a GPU"
+        )
     if machine.compute_capability is None and rollout.expert_parallel:
         yield (
             "rollout.expert_parallel = True: vLLM's CPU kernel of experts crashes where a rank has"
@@ -88,15 +93,6 @@ def engine_problems(
             f"rollout.quantization = {rollout.quantization}: needs a GPU of compute"
             f" capability 8.9 or more, this machine has {_capability(machine)}; set"
             " rollout.quantization=null"
-        )
-
-
-def _cpu_heads(sizes: ModelSizes) -> Iterator[str]:
-    if sizes.head_dim and sizes.head_dim not in _CPU_HEAD_DIMS:
-        known = ", ".join(map(str, _CPU_HEAD_DIMS))
-        yield (
-            f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
-            " only; use a model with one of these, or a GPU"
         )
 
 

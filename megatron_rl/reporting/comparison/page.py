@@ -220,7 +220,7 @@ def _curves_text(variants: Sequence[Variant]) -> str:
     if width > 1:
         smoothing = (
             f" Curves of training are moving means over {width} steps (1/{SMOOTHING} of the "
-            "longest run); of a variant with one run the unsmoothed values stand behind."
+            "longest run); of a variant with one run the unsmoothed values are faint."
         )
     return (
         "Strong: median over the runs of a variant that have a value at the step. Band: smallest "
