@@ -166,13 +166,12 @@ def _check_architecture(file: Path, values: Mapping[str, Any], known: Collection
     names = values.get("architectures") or []
     if isinstance(names, list) and len(names) == 1 and names[0] in known:
         return
-    hint = (
-        did_you_mean(close_names(str(names[0]), known)) if isinstance(names, list) and names else ""
-    )
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    hint = did_you_mean(close_names(name, known))
     raise ValueError(
         f"model.path: {file} has architectures {names}, which the policy does not implement;"
-        f" {f'{hint} supported:'.strip()} {', '.join(sorted(known))}; give one of these, or register"
-        " a family (examples/plugins/model_family.md)"
+        f" {f'{hint} supported:'.strip()} {', '.join(sorted(known))}; give one of these, or"
+        " register a family (examples/plugins/model_family.md)"
     )
 
 

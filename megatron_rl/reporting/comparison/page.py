@@ -38,7 +38,7 @@ _HOW_TO_READ = (
     f"{LAST_ROWS} steps. Only finished runs count, where a variant has any. A difference is the "
     "mean over common seeds of variant minus baseline; where no seed is common, means are compared "
     "unpaired (Welch). Student's interval decides the word: with a handful of seeds the bootstrap "
-    "is too narrow. The best mean is the largest over all evaluations, and as such too good."
+    "is too narrow."
 )
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">

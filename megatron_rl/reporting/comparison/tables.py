@@ -110,7 +110,6 @@ _METHOD_COLUMNS = (
     "bootstrap 95 %",
     "Student 95 %",
     "than baseline",
-    "best mean @ step",
 )
 
 
@@ -122,9 +121,6 @@ def _reached(own: VariantScore, digits: int) -> dict[str, str]:
         "mean": number(own.mean, digits),
         "smallest to largest": f"{number(min(values), digits)} to {number(max(values), digits)}",
         "95 % of the mean": interval_text(own.interval, digits),
-        "best mean @ step": f"{number(own.best[1], digits)} @ {own.best[0]}"
-        if own.best
-        else NOTHING,
     }
 
 
@@ -153,36 +149,26 @@ def _seeds(variant: Variant) -> str:
 def cost_table(variants: Sequence[Variant]) -> Table:
     """The mean cost of a run, one row a variant."""
     costs = [cost(variant) for variant in variants]
-    baseline_seconds = costs[0].training_seconds
+    baseline_seconds = costs[0]["training [s]"]
     rows = []
     for variant, own in zip(variants, costs, strict=True):
-        ratio = None
-        if own.training_seconds is not None and baseline_seconds:
-            ratio = own.training_seconds / baseline_seconds
-        rows.append(
-            {
-                "method": variant.label,
-                "steps": f"{own.steps:g}",
-                "response tokens": number(own.response_tokens, 0),
-                "sampled tokens": number(own.sampled_tokens, 0),
-                "training [s]": _seconds_text(own.training_seconds),
-                "evaluation [s]": _seconds_text(own.evaluation_seconds),
-                "median step [s]": _seconds_text(own.seconds_per_step),
-                "training time / baseline": number(ratio, 2),
-                "processes": ", ".join(map(str, own.processes)),
-            }
-        )
+        row = {"method": variant.label, "steps": f"{own.pop('steps'):g}"}
+        seconds = own["training [s]"]
+        for name, value in own.items():
+            row[name] = number(value, 2 if "[s]" in name and (value or 0) < 100 else 0)
+        ratio = seconds / baseline_seconds if seconds is not None and baseline_seconds else None
+        processes = {str(run.record.get("world_size") or 0) for run in variant.counted}
+        row |= {
+            "training time / baseline": number(ratio, 2),
+            "processes": ", ".join(sorted(processes)),
+        }
+        rows.append(row)
     return Table(
         rows,
         "Means over the counted runs. Response tokens: of the responses that were trained; sampled "
         "tokens: with those that were thrown away. Training: all steps, without start, evaluation "
         "and checkpoints.",
     )
-
-
-def _seconds_text(value: float | None) -> str:
-    """Seconds, to a hundredth where they are few."""
-    return number(value, 0 if value is not None and value >= 100 else 2)
 
 
 def evaluation_table(variants: Sequence[Variant]) -> Table:

@@ -52,10 +52,6 @@ class Variant:
         return any(run.finished for run in self.runs)
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(sorted({run.seed for run in self.runs}))
-
-    @property
     def repeated_seeds(self) -> tuple[int, ...]:
         """Seeds of more than one run."""
         counts = Counter(run.seed for run in self.runs)

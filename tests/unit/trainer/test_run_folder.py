@@ -271,9 +271,7 @@ def test_a_checkpoint_of_elsewhere_is_compared_and_needs_a_folder_of_its_own(bui
         match=r"step_000002 was written by a run with other settings:\n  - seed = 1 there, 9 here",
     ):
         build("trainer.num_steps=3", f"resume={path}", "seed=9", run="fork2").run()
-    with pytest.raises(
-        ValueError, match="already holds a run of its own; resume=auto continues it"
-    ):
+    with pytest.raises(ValueError, match="already holds a run; resume=auto continues it"):
         build("trainer.num_steps=4", f"resume={path}", run="fork").run()
     (path / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"step_000002: no manifest.json"):
