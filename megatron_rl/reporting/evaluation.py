@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,15 +53,9 @@ class Judged:
         # Numbered anew without gaps, since ``bincount`` would count a missing number as a prompt
         # without responses: 1, 1, 4, 4 become 0, 0, 1, 1.
         _, group_ids = np.unique(self.group_ids[rows], return_inverse=True)
-        return Judged(
-            group_ids=group_ids,
-            data_sources=[name] * len(rows),
-            correct=self.correct[rows],
-            rewards=self.rewards[rows],
-            lengths=self.lengths[rows],
-            truncated=self.truncated[rows],
-            extracted=[self.extracted[row] for row in rows],
-        )
+        columns = (self.correct, self.rewards, self.lengths, self.truncated)
+        extracted = [self.extracted[row] for row in rows]
+        return Judged(group_ids, [name] * len(rows), *(each[rows] for each in columns), extracted)
 
 
 def evaluation_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
@@ -111,9 +106,8 @@ def _bounds(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     bounds = {}
     for key, values in _of_prompts(judged, pass_at).items():
         interval = bootstrap(values)
-        name = key.removeprefix("eval/")
-        bounds[LOW + name] = interval.low
-        bounds[HIGH + name] = interval.high
+        bounds[key.replace("eval/", LOW, 1)] = interval.low
+        bounds[key.replace("eval/", HIGH, 1)] = interval.high
     return bounds
 
 
@@ -126,22 +120,18 @@ def _of_prompts(judged: Judged, pass_at: Sequence[int]) -> dict[str, list[float]
     values = {"eval/accuracy": [right / size for size, right in counts]}
     for k in pass_at:
         values[f"eval/pass_at_{k}"] = [pass_at_k(size, right, k) for size, right in counts]
-    if max(sizes) > 1:
-        majorities = _majorities(judged)
-        if majorities:
-            values[f"eval/maj_at_{max(sizes)}"] = majorities
+    if max(sizes) > 1 and (majorities := _majorities(judged)):
+        values[f"eval/maj_at_{max(sizes)}"] = majorities
     return values
 
 
 def _majorities(judged: Judged) -> list[float]:
     """1 or 0 of each prompt whose responses have votes."""
-    answers: dict[int, list[str | None]] = {}
-    correct: dict[int, list[bool]] = {}
-    rows = zip(judged.group_ids.tolist(), judged.extracted, judged.correct.tolist(), strict=True)
-    for group, extracted, is_right in rows:
-        answers.setdefault(group, []).append(extracted)
-        correct.setdefault(group, []).append(is_right)
-    found = [majority_is_right(answers[group], correct[group]) for group in answers]
+    groups: dict[int, list[tuple[str | None, bool]]] = {}
+    responses = zip(judged.extracted, judged.correct.tolist(), strict=True)
+    for group, response in zip(judged.group_ids.tolist(), responses, strict=True):
+        groups.setdefault(group, []).append(response)
+    found = [majority_is_right(*zip(*rows, strict=True)) for rows in groups.values()]
     return [float(is_right) for is_right in found if is_right is not None]
 
 
@@ -185,9 +175,9 @@ def evaluation_table(rows: Sequence[Values]) -> str:
 def _shared_keys(rows: Sequence[Values]) -> list[str]:
     """The columns: accuracy, pass@k, maj@n, tokens, truncated."""
     every = dict.fromkeys(chain.from_iterable(rows))  # in order of appearance, each once
-    chosen = [key for key in every if key.startswith(("eval/pass_at_", "eval/maj_at_"))]
-    overall = [key for key in chosen if key.count("/") == 1]  # a second "/": of one data source
-    return ["eval/accuracy", *overall, _TOKENS, "eval/truncated_share"]
+    # Those with a second "/" are of one data source.
+    several = [key for key in every if re.fullmatch(r"eval/(pass|maj)_at_\d+", key)]
+    return ["eval/accuracy", *several, _TOKENS, "eval/truncated_share"]
 
 
 def _sources_of(row: Values) -> list[str]:
@@ -198,10 +188,8 @@ def _sources_of(row: Values) -> list[str]:
 
 
 def _title(key: str) -> str:
-    if key == _TOKENS:
-        return "tokens"
     name = key.removeprefix("eval/").replace("_at_", "@").removesuffix("_share")
-    return f"{name} %"
+    return "tokens" if key == _TOKENS else f"{name} %"
 
 
 def _cell(row: Values, key: str) -> str:
@@ -210,9 +198,7 @@ def _cell(row: Values, key: str) -> str:
         return "-"
     if key.startswith(_TOKENS):
         return f"{value:.1f}"
-    text = f"{100 * value:.1f}"
-    name = key.removeprefix("eval/")
-    bounds = [row.get(prefix + name) for prefix in (LOW, HIGH)]
+    bounds = [row.get(key.replace("eval/", prefix, 1)) for prefix in (LOW, HIGH)]
     # Both are missing (None in a file, infinite before) where one prompt is all there is.
     shown = [f"{100 * bound:.1f}" for bound in bounds if bound is not None and isfinite(bound)]
-    return f"{text} [{', '.join(shown)}]" if shown else text
+    return f"{100 * value:.1f}" + (f" [{', '.join(shown)}]" if shown else "")

@@ -36,10 +36,5 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def pass_at_ks(rows: Iterable[Row]) -> list[int]:
     """The k of which a row has pass@k, ascending."""
-    ks = set()
-    for row in rows:
-        for key, value in row.items():
-            match = _PASS_AT_K.fullmatch(key)
-            if match and value is not None:
-                ks.add(int(match[1]))
-    return sorted(ks)
+    keys = {key for row in rows for key, value in row.items() if value is not None}
+    return sorted(int(found[1]) for found in map(_PASS_AT_K.fullmatch, keys) if found)

@@ -194,8 +194,8 @@ def evaluation_table(variants: Sequence[Variant]) -> Table:
 
 def _with_bounds(row: Row, key: str) -> str:
     """Example: ``0.500 [0.410, 0.590]``; without bounds where those of one prompt are infinite."""
-    name = key.removeprefix("eval/")
-    value, low, high = (number(row.get(each)) for each in (key, LOW + name, HIGH + name))
+    keys = (key.replace("eval/", prefix, 1) for prefix in ("eval/", LOW, HIGH))
+    value, low, high = (number(row.get(each)) for each in keys)
     return value if NOTHING in (value, low, high) else f"{value} [{low}, {high}]"
 
 
