@@ -169,10 +169,7 @@ def _precision(config: Config) -> Iterator[str]:
     if precision.fp8 is None:
         return
     if precision.params != "bfloat16":
-        yield (
-            f"precision.params = {precision.params}: FP8 layers train bfloat16 weights; set"
-            " precision.params=bfloat16"
-        )
+        yield f"precision.params = {precision.params}: FP8 layers train bfloat16; set it to that"
     yield from _recipe(precision.fp8)
     if precision.fp8.param_gather:
         yield from _weights_in_fp8(config, precision.fp8)
@@ -202,16 +199,10 @@ def _weights_in_fp8(config: Config, fp8: Fp8Config) -> Iterator[str]:
     if not config.parallel.distributed_optimizer:
         yield f"{key}: needs parallel.distributed_optimizer=true, or set it to false"
     if fp8.recipe == "mxfp8":
-        yield (
-            f"{key}: not with recipe mxfp8, whose gathers share the gradient buffer; set it to"
-            " false"
-        )
+        yield f"{key}: gathers of recipe mxfp8 share the gradient buffer; set it to false"
     kl = config.method.kl
     if any((kl.coef, kl.coef_positive, kl.coef_negative)):
-        yield (
-            f"{key}: the weights cannot be exchanged with the reference's without loss; set it to"
-            " false"
-        )
+        yield f"{key}: an exchange with the reference's weights would round; set it to false"
 
 
 def _unusual(config: Config) -> Iterator[str]:
@@ -271,10 +262,7 @@ def _paths(config: Config) -> Iterator[str]:
     yield from weight_problems(entries(config.data.train), config.data.train_weights)
     resume = config.resume.checkpoint
     if resume not in ("auto", "never") and not Path(resume).is_dir():
-        yield (
-            f"resume.checkpoint = {resume}: no such folder; give auto, never or the path of a"
-            " checkpoint"
-        )
+        yield f"resume.checkpoint = {resume}: no such folder; give auto, never or a checkpoint"
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
@@ -286,10 +274,8 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
         even_share = sizes.num_layers // config.parallel.pipeline
         for key in _LAYERS_IN_BF16:
             if getattr(fp8, key) > even_share:
-                yield (
-                    f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has"
-                    f" {even_share} layers; lower it"
-                )
+                layers = getattr(fp8, key)
+                yield f"precision.fp8.{key} = {layers}: a stage has {even_share} layers; lower it"
     if config.method.perception is not None and "vision_config" not in hf_config:
         yield (
             f"method.name = {config.method.name}: masks images, and the model of model.path ="

@@ -111,10 +111,7 @@ def model_folder_problems(config: Config) -> Iterator[str]:
     """``model.path`` is no model."""
     model = Path(config.model.path)
     if not model.is_dir():
-        yield (
-            f"model.path = {model}: no such folder; give a HF directory (config.json, safetensors,"
-            " tokenizer)"
-        )
+        yield f"model.path = {model}: no such folder; give a HF directory"
     elif not (model / "config.json").is_file():
         yield f"model.path = {model}: no config.json in it; give a HF directory"
 

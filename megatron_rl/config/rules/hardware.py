@@ -106,10 +106,7 @@ def _capability(machine: Machine) -> str:
 def _recipe(fp8: Fp8Config, machine: Machine) -> Iterator[str]:
     key = f"precision.fp8.recipe = {fp8.recipe}"
     if machine.compute_capability is None:
-        yield (
-            f"{key}: FP8 needs a GPU, this machine has no CUDA device; choose precision=fp32 or"
-            " precision=bf16"
-        )
+        yield f"{key}: FP8 needs a GPU, and there is no CUDA device; choose precision=bf16"
         return
     first, end = _CAPABILITY[fp8.recipe]
     if not first <= machine.compute_capability < end:

@@ -105,10 +105,8 @@ def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]
         yield from _whole_expert_problems(sizes, rollout)
         width = sizes.ffn_hidden_size
     if rollout.pipeline > sizes.num_layers:
-        yield (
-            f"rollout.pipeline = {rollout.pipeline}: the model has {sizes.num_layers} layers;"
-            " choose at most that"
-        )
+        layers = sizes.num_layers
+        yield f"rollout.pipeline = {rollout.pipeline}: the model has {layers} layers; lower it"
     # One key has one remedy: a divisor of the heads comes first.
     if not of_heads:
         yield from undivided("rollout.tensor", rollout.tensor, width, "feed-forward rows")

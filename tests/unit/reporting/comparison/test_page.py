@@ -241,7 +241,7 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     assert Page(text).count("pre") == 3 * 3
     (run / "samples.jsonl").write_text('[]\n{"step": 1}\n')
     text, _ = written(tmp_path / "out", tmp_path / "runs")
-    assert "a: samples.jsonl: 2 lines are damaged and left out, the first is line 1" in text
+    assert "a: samples.jsonl: 2 lines are damaged, the first is line 1" in text
 
 
 @pytest.mark.parametrize(
