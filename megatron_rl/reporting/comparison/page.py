@@ -203,14 +203,9 @@ def _summary(variants: Sequence[Variant]) -> str:
     finished = sum(run.finished for run in runs)
     steps = sorted({run.steps_wanted for run in runs})
     return (
-        f"{_counted(len(runs), 'run')} in {_counted(len(variants), 'variant')} of equal settings, "
-        f"{finished} finished; steps of a run: {' or '.join(map(str, steps))}. "
-        f"Baseline: {variants[0].label}."
+        f"{len(runs)} runs of {len(variants)} variants, {finished} finished; steps of a run:"
+        f" {' or '.join(map(str, steps))}. Baseline: {variants[0].label}."
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _curves_text(variants: Sequence[Variant]) -> str:
