@@ -97,18 +97,15 @@ def write_trials(file: Path, trials: Sequence[Trial]) -> None:
     Raises:
         ValueError: an override goes over several lines.
     """
-    lines = []
     for trial in trials:
-        line = shlex.join(trial.overrides)
-        if "\n" in line:
+        if any("\n" in text for text in trial.overrides):
             raise ValueError(
                 f"--sbatch: an override of {trial.name} has a line break; write it as \\n"
             )
-        lines.append(f"{line}\n")
     file.parent.mkdir(parents=True, exist_ok=True)
     # "x": waiting tasks of an earlier array still read their own file.
     with file.open("x", encoding="utf-8") as stream:
-        stream.writelines(lines)
+        stream.writelines(f"{shlex.join(trial.overrides)}\n" for trial in trials)
 
 
 def run(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:

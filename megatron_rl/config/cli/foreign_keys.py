@@ -42,10 +42,7 @@ NOT_SUPPORTED = (
         r"tools?|multi_?turns?|turns|agents?|env|environment",
         "tools and several turns are not supported: one prompt, one response, one reward",
     ),
-    (
-        r"videos?|audio",
-        "video and audio are not supported: prompts are texts and images",
-    ),
+    (r"videos?|audio", "video and audio are not supported: prompts are texts and images"),
     (
         r"critics?|value_(model|loss|head|function)|gae|vf_coef|ppo",
         "a critic (PPO, GAE) is not supported: advantages come from groups, see method",
@@ -58,10 +55,7 @@ NOT_SUPPORTED = (
         r"dpo|kto|orpo|sft|distill|distillation|teacher",
         "SFT, preference losses and distillation are not supported: rewards are verifiable ones",
     ),
-    (
-        r"fsdp2?|deepspeed|zero",
-        "FSDP and DeepSpeed are not supported: the policy is Megatron-Core, see parallel",
-    ),
+    (r"fsdp2?|deepspeed|zero", "FSDP and DeepSpeed are not supported: see parallel"),
     (r"sglang|tensorrt|trtllm", "rollout engines other than vLLM are not supported"),
     (
         r"load_in_(4|8)bit|bnb|bitsandbytes|gptq|awq|qat",

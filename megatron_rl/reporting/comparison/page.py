@@ -22,7 +22,6 @@ from megatron_rl.reporting.comparison.tables import (
     Table,
     cost_table,
     differing_versions,
-    evaluation_table,
     method_table,
     runs_table,
     settings_table,
@@ -89,8 +88,6 @@ def write_report(
     lines += [*_heading(2, "Methods"), _plain_markdown(_HOW_TO_READ), ""]
     for metric in metrics:
         lines += [*_heading(3, metric), *_table_lines(method_table(variants, metric), out)]
-    if (evaluation := evaluation_table(variants)).rows:
-        lines += [*_heading(2, "Evaluated after the training"), *_table_lines(evaluation, out)]
     lines += [*_heading(2, "Cost"), *_table_lines(cost_table(variants), out)]
     lines += [*_heading(2, "Curves"), _plain_markdown(_curves_text(variants)), ""]
     for heading, file in _write_figures(variants, out):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 from pathlib import Path
 
-from megatron_rl.reporting.comparison.panels import some
 from megatron_rl.reporting.comparison.runs import (
     ABSENT,
     CONFIG,
@@ -26,14 +24,10 @@ from megatron_rl.reporting.comparison.variants import (
     shown,
     varying_keys,
 )
-from megatron_rl.reporting.evaluation import HIGH, LOW
 from megatron_rl.reporting.intervals import Interval
 from megatron_rl.reporting.metrics import metric as metric_of
-from megatron_rl.reporting.metrics_file import Row
-from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
 NOTHING = "-"
-_MAJORITY = re.compile(r"eval/maj_at_\d+")
 _OTHER_VERSIONS = ("world_size", "model_fingerprint", "data_fingerprint")
 
 Entry = str | tuple[Path, ...]  # paths: files of a run
@@ -169,34 +163,6 @@ def cost_table(variants: Sequence[Variant]) -> Table:
         "tokens: with those that were thrown away. Training: all steps, without start, evaluation "
         "and checkpoints.",
     )
-
-
-def evaluation_table(variants: Sequence[Variant]) -> Table:
-    """The last step of the evaluation after the training, with its own intervals; without rows
-    where no run has one."""
-    last = [run.evaluation[-1] for run in all_runs(variants) if run.evaluation]
-    majorities = sorted({key for row in last for key in row if _MAJORITY.fullmatch(key)})
-    keys = ["eval/accuracy", *majorities, *(f"{PASS_AT}{k}" for k in some(pass_at_ks(last)))]
-    rows = []
-    for variant in variants:
-        for run in variant.runs:
-            if run.evaluation:
-                row = run.evaluation[-1]
-                about = {"run": run.name, "method": variant.label, "seed": str(run.seed)}
-                values = {key: _with_bounds(row, key) for key in keys}
-                rows.append({**about, "step": str(row["step"]), **values})
-    return Table(
-        rows,
-        "By megatron_rl.evaluate. In brackets the 95 % interval over prompts: it says nothing about"
-        " other seeds.",
-    )
-
-
-def _with_bounds(row: Row, key: str) -> str:
-    """Example: ``0.500 [0.410, 0.590]``; without bounds where those of one prompt are infinite."""
-    keys = (key.replace("eval/", prefix, 1) for prefix in ("eval/", LOW, HIGH))
-    value, low, high = (number(row.get(each)) for each in keys)
-    return value if NOTHING in (value, low, high) else f"{value} [{low}, {high}]"
 
 
 def runs_table(variants: Sequence[Variant], metric: str, with_files: bool) -> Table:

@@ -172,13 +172,9 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
         words = [f"{names[key]}={_short(run.settings[key])}" for key in own]
         labels.append(" ".join(words) or run.name)
     # Variants may differ in what no label names, such as the code of a plug-in.
-    repeated = {label for label in labels if labels.count(label) > 1}
-    numbers: Counter[str] = Counter()
-    for index, label in enumerate(labels):
-        if label in repeated:
-            numbers[label] += 1
-            labels[index] = f"{label} ({numbers[label]})"
-    return labels
+    numbered = [f"{each} ({labels[:place].count(each) + 1})" for place, each in enumerate(labels)]
+    pairs = zip(labels, numbered, strict=True)
+    return [label if labels.count(label) == 1 else new for label, new in pairs]
 
 
 def _telling_keys(groups: Sequence[Sequence[Run]]) -> list[str]:
