@@ -42,6 +42,7 @@ from megatron_rl.planning.engine_memory import (
 from megatron_rl.planning.memory import StageMemory
 from megatron_rl.planning.phases import MemoryBudget, overhead_gib
 from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.signals import signals_of
 from tools.plan_sync import PRESETS, positive, whole
 from tools.planning.engine_tables import NotDeclaredError
 from tools.planning.rollout_time import (
@@ -238,7 +239,7 @@ def train_seconds(
     perception = config.method.perception
     passes = epochs * (4 if config.parallel.recompute == "full" else 3)
     passes *= config.method.sequences_per_response
-    passes += method.needs.ref_logprobs
+    passes += signals_of(method, config.seed).needs("ref")
     passes += perception is not None and perception.masked == "old"
     passes += epochs > 1 or batch.prompts_per_minibatch < batch.prompts_per_step
     return passes * forward / (cluster.size * cluster.tflops * 1e12)

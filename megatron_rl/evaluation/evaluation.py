@@ -210,6 +210,7 @@ def _row(step: int, number: int, response: Response) -> AnswerRow:
         "reward": response.score.reward,
         "tokens": len(response.completion.token_ids),
         "truncated": response.completion.truncated,
+        "problem": response.score.problem,
     }
 
 

@@ -22,6 +22,7 @@ from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
+from megatron_rl.signals import signals_of
 from megatron_rl.weight_sync.fleet.weight_history import NUM_VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def plan(
         world_size,
         work=WorkModel.of(arch),
         fused=fused,
-        keep_reference=method.needs.ref_logprobs,
+        keep_reference=signals_of(method, config.seed).needs("ref"),
     )
     stages = memory.plan(
         arch, config.parallel, config.precision, config.rollout, load, budget.device_gib

@@ -25,6 +25,11 @@ TABLE: Mapping[str, Metric] = {
     "reward/mean": Metric("mean total reward, after rollout hooks and before shaping"),
     "reward/std": Metric("population standard deviation of the same"),
     "reward/accuracy": Metric("share of responses whose accuracy reward is 1", "share"),
+    "reward/excluded_share": Metric(
+        "of the responses that the step looked at, those whose verifier failed: they have left the"
+        " step (reward.on_problem=exclude)",
+        "share",
+    ),
     "reward/part/": Metric("mean of one part of the reward, before its weight"),
     "rollout/response_tokens_mean": Metric("mean response length", "tokens"),
     "rollout/response_tokens_correct_mean": Metric("the same of correct responses", "tokens"),
@@ -53,6 +58,21 @@ TABLE: Mapping[str, Metric] = {
     "source/lost_servers": Metric("servers only: marked dead since the start", "servers"),
     "source/reissued_requests": Metric("the same: requests sent to another server", "requests"),
     "hook/": Metric("NAME/KEY: what the rollout hook NAME reports of the step"),
+    "tokens/trained": Metric(
+        "sampled tokens in the loss of the step; with the four below all that were sampled (partial"
+        " rollouts: in the step that trains them)",
+        "tokens",
+    ),
+    "tokens/filtered": Metric("of responses that a filter of the method leaves out", "tokens"),
+    "tokens/no_verdict": Metric(
+        "of responses without a verdict, and of groups that are too small without them", "tokens"
+    ),
+    "tokens/dropped": Metric("of groups that rollout hooks have dropped", "tokens"),
+    "tokens/unused": Metric(
+        "of groups that dynamic sampling refused, sampled ahead and not needed, or beyond the end"
+        " of a step of partial rollouts",
+        "tokens",
+    ),
     "credit/": Metric("statistics of the advantage estimation, see the method's card"),
     "loss/total": Metric("policy loss + KL loss - entropy bonus, mean over the optimizer steps"),
     "loss/": Metric("one term of the same"),
@@ -96,6 +116,11 @@ TABLE: Mapping[str, Metric] = {
         " extracted answer is correct, where N > 1 responses have them; KEY/SOURCE: of one data"
         " source, in the rows of megatron_rl.evaluate"
     ),
+    "eval/excluded_share": Metric(
+        "held-out responses whose verifier failed, where there are any: they count in no accuracy,"
+        " reward, pass@k or vote",
+        "share",
+    ),
     "eval/accuracy": Metric("share of held-out responses whose accuracy reward is 1", "share"),
     "eval/accuracy/": Metric("the same, of one data source", "share"),
     "eval/reward_mean": Metric("mean total reward of held-out responses"),
@@ -115,8 +140,8 @@ TABLE: Mapping[str, Metric] = {
     "time/start_sync_s": Metric("the same row: the first weight sync", "s"),
     "throughput/response_tokens_per_s": Metric("response tokens / seconds of the step", "tokens/s"),
     "throughput/unused_tokens_share": Metric(
-        "of all sampled tokens, those of no response of the step: groups that were not wanted, or"
-        " sampled ahead and not needed, or beyond the end of a step of partial rollouts",
+        "of all sampled tokens, those of no response of the step: tokens/no_verdict, dropped and"
+        " unused",
         "share",
     ),
     "memory/rss_gib": Metric("resident memory of rank 0", "GiB"),

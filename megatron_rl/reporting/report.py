@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from megatron_rl.reporting.metrics_file import Row, read_metrics, series
 
@@ -19,6 +20,8 @@ _ROWS = {
     "throughput/response_tokens_per_s": ("response tokens/s", "{:.0f}"),
     "time/step_s": ("step [s]", "{:.2f}"),
 }
+
+_EXCLUDED = "reward/excluded_share"
 
 
 def report(metrics_jsonl: Path) -> str:
@@ -42,6 +45,7 @@ def report(metrics_jsonl: Path) -> str:
         raise ValueError(
             f"{metrics_jsonl}: has none of the metrics of the report; let the run finish a step"
         )
+    lines += _excluded(rows)
     lines += _skipped(rows)
     return table([("metric", "first @ step", "last @ step", "change"), *lines])
 
@@ -55,6 +59,16 @@ def _change(first: float | None, last: float | None, form: str) -> str:
         return ""
     sign = "+" if last >= first else "-"
     return sign + form.format(abs(last - first))
+
+
+def _excluded(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
+    """A line with the mean share of responses without a verdict, and the step with most of them."""
+    steps, shares = series(rows, _EXCLUDED)
+    if not steps:
+        return []
+    most = max(shares)
+    highest = f"most {most:.1%} @ {steps[shares.index(most)]}" if most else ""
+    return [("responses without a verdict", "", f"mean {fmean(shares):.1%}", highest)]
 
 
 def _skipped(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:

@@ -243,6 +243,8 @@ class RunFolder:
                     "correct": response.score.correct,
                     "truncated": response.completion.truncated,
                 }
+                if response.score.problem is not None:
+                    row["problem"] = response.score.problem
                 file.write(json.dumps(row) + "\n")
 
     def request_requeue(self, step: int) -> None:

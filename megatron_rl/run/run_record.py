@@ -63,6 +63,7 @@ RUNTIME = (
     "reward.step_timeout_s",
     "reward.function_timeout_s",
     "reward.memory_gib",
+    "reward.max_excluded_share",
     "reward.num_workers",
 )
 # Everything in and below these may change. Model and data have rules of their own.

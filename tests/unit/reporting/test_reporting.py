@@ -70,6 +70,20 @@ def test_report_says_what_was_not_finite_and_how_many_steps_were_skipped(tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("shares", "line"),
+    [([0.0, 0.0], "mean 0.0%"), ([0.0, 0.5, 0.25], "mean 25.0% most 50.0% @ 2"), ([], None)],
+)
+def test_report_says_how_many_responses_had_no_verdict(tmp_path, shares, line):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 0, "eval/accuracy": 0.25}]
+    rows += [{"step": step, "reward/excluded_share": x} for step, x in enumerate(shares, start=1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = "responses without a verdict"
+    found = [" ".join(one.split()) for one in report(path).splitlines() if one.startswith(head)]
+    assert found == ([] if line is None else [f"{head} {line}"])
+
+
 def test_table_is_aligned():
     assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\n-------\nccc   d"
 
