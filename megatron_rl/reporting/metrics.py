@@ -25,11 +25,7 @@ TABLE: Mapping[str, Metric] = {
     "reward/mean": Metric("mean total reward, after rollout hooks and before shaping"),
     "reward/std": Metric("population standard deviation of the same"),
     "reward/accuracy": Metric("share of responses whose accuracy reward is 1", "share"),
-    "reward/excluded_share": Metric(
-        "of the responses that the step looked at, those whose verifier failed: they have left the"
-        " step (reward.on_problem=exclude)",
-        "share",
-    ),
+    "reward/excluded_share": Metric("responses that left the step without a verdict", "share"),
     "reward/part/": Metric("mean of one part of the reward, before its weight"),
     "rollout/response_tokens_mean": Metric("mean response length", "tokens"),
     "rollout/response_tokens_correct_mean": Metric("the same of correct responses", "tokens"),
@@ -64,9 +60,7 @@ TABLE: Mapping[str, Metric] = {
         "tokens",
     ),
     "tokens/filtered": Metric("of responses that a filter of the method leaves out", "tokens"),
-    "tokens/no_verdict": Metric(
-        "of responses without a verdict, and of groups that are too small without them", "tokens"
-    ),
+    "tokens/no_verdict": Metric("of responses without a verdict, or in too small groups", "tokens"),
     "tokens/dropped": Metric("of groups that rollout hooks have dropped", "tokens"),
     "tokens/unused": Metric(
         "of groups that dynamic sampling refused, sampled ahead and not needed, or beyond the end"
@@ -89,10 +83,7 @@ TABLE: Mapping[str, Metric] = {
     "policy/clip_down_negative_share": Metric(
         "advantage < 0, ratio below the lower bound; under ppo_clip without gradient", "share"
     ),
-    "policy/": Metric(
-        "ratio current / old and shares of clipped tokens, mean over the optimizer steps (largest"
-        " for *_max)"
-    ),
+    "policy/": Metric("ratios and clipped tokens, mean over the optimizer steps (*_max: largest)"),
     "entropy/": Metric("entropy of the policy during the update", _NATS),
     "entropy/masked_sampled_mean": Metric("mean -logprob of tokens after masked images", _NATS),
     "kl/": Metric("divergence estimates during the update", _NATS),
@@ -103,9 +94,7 @@ TABLE: Mapping[str, Metric] = {
     "mismatch/logprob_abs_diff_mean": Metric("mean |old - sampler| over response tokens", _NATS),
     "mismatch/logprob_abs_diff_max": Metric("largest of the same", _NATS),
     "mismatch/ratio_mean": Metric("mean exp(old - sampler); 1 when trainer and sampler agree"),
-    "mismatch/kl_k3": Metric(
-        "mean exp(d) - d - 1 with d = old - sampler: an estimate of KL(sampler, trainer)", _NATS
-    ),
+    "mismatch/kl_k3": Metric("mean exp(d) - d - 1, d = old - sampler: KL(sampler, trainer)", _NATS),
     "sync/bytes_sent": Metric("sent by rank 0 to other ranks in the weight sync", "bytes"),
     "sync/bytes_total": Metric("weights that rank 0 took over in the weight sync", "bytes"),
     "sync/logprob_check_diff": Metric("mean |engine - policy| logprob of fixed sequences", _NATS),
@@ -116,20 +105,13 @@ TABLE: Mapping[str, Metric] = {
         " extracted answer is correct, where N > 1 responses have them; KEY/SOURCE: of one data"
         " source, in the rows of megatron_rl.evaluate"
     ),
-    "eval/excluded_share": Metric(
-        "held-out responses whose verifier failed, where there are any: they count in no accuracy,"
-        " reward, pass@k or vote",
-        "share",
-    ),
+    "eval/excluded_share": Metric("held-out responses without a verdict, counted nowhere", "share"),
     "eval/accuracy": Metric("share of held-out responses whose accuracy reward is 1", "share"),
     "eval/accuracy/": Metric("the same, of one data source", "share"),
     "eval/reward_mean": Metric("mean total reward of held-out responses"),
     "eval/response_tokens_mean": Metric("mean length of held-out responses", "tokens"),
     "eval/truncated_share": Metric("held-out responses cut by the length limit", "share"),
-    "eval_low/": Metric(
-        "megatron_rl.evaluate only: lower bound of the value of the same name in eval/, which holds"
-        " it with 95 %, by the bootstrap over prompts"
-    ),
+    "eval_low/": Metric("megatron_rl.evaluate only: lower end of the 95 % interval of eval/"),
     "eval_high/": Metric("upper bound of the same"),
     "time/": Metric("PHASE_s: one phase of the step on rank 0", "s"),
     "time/step_s": Metric("the whole step on rank 0", "s"),
@@ -139,11 +121,7 @@ TABLE: Mapping[str, Metric] = {
     "time/start_restore_s": Metric("the same row: loading the checkpoint, where there is one", "s"),
     "time/start_sync_s": Metric("the same row: the first weight sync", "s"),
     "throughput/response_tokens_per_s": Metric("response tokens / seconds of the step", "tokens/s"),
-    "throughput/unused_tokens_share": Metric(
-        "of all sampled tokens, those of no response of the step: tokens/no_verdict, dropped and"
-        " unused",
-        "share",
-    ),
+    "throughput/unused_tokens_share": Metric("sampled tokens of no response of the step", "share"),
     "memory/rss_gib": Metric("resident memory of rank 0", "GiB"),
     "memory/": Metric(
         "PHASE_KIND_gib: in use on rank 0 at the end of a phase. Kinds: allocated and reserved by"

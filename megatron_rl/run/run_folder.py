@@ -207,12 +207,8 @@ class RunFolder:
         if protected:
             kept = has_best(self._config, scores)
             name = step_path(self.path / CHECKPOINTS, protected[0]).name if kept else None
-            best = {
-                "metric": scores.metric,
-                "score": scores.best,
-                "step": scores.best_step,
-                "checkpoint": name,
-            }
+            best = {"metric": scores.metric, "score": scores.best, "step": scores.best_step}
+            best["checkpoint"] = name
             replace_text(self.path / "best.json", json.dumps(best) + "\n")
 
     def export(self, step: int, policy: Policy) -> None:

@@ -143,20 +143,19 @@ def linear_sizes(parallel: ParallelConfig, sizes: ModelSizes) -> dict[str, int]:
     """
     query_rows = sizes.num_heads * sizes.head_dim
     key_value_rows = 2 * sizes.num_kv_heads * sizes.head_dim
-    rank_sizes = {
-        "hidden_size": sizes.hidden_size,
-        "query, key and value rows of one tensor rank": (
-            (query_rows + key_value_rows) // parallel.tensor
-        ),
-        "attention width of one tensor rank": query_rows // parallel.tensor,
-    }
     if sizes.num_experts:
+        what = "expert width of one expert-tensor rank"
         width = sizes.expert_ffn_hidden_size // parallel.expert_tensor
-        rank_sizes["expert width of one expert-tensor rank"] = width
     else:
+        what = "feed-forward width of one tensor rank"
         width = sizes.ffn_hidden_size // parallel.tensor
-        rank_sizes["feed-forward width of one tensor rank"] = width
-    return rank_sizes
+    rows = (query_rows + key_value_rows) // parallel.tensor
+    return {
+        "hidden_size": sizes.hidden_size,
+        "query, key and value rows of one tensor rank": rows,
+        "attention width of one tensor rank": query_rows // parallel.tensor,
+        what: width,
+    }
 
 
 def _block_sizes(fp8: Fp8Config, parallel: ParallelConfig, sizes: ModelSizes) -> Iterator[str]:

@@ -72,63 +72,47 @@ def interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
     return f"{number(interval.low, digits, signed)} to {number(interval.high, digits, signed)}"
 
 
+_OWN = ("at step", "mean", "smallest to largest", "95 % of the mean")
+_CONTRAST = ("difference", "pairs", "bootstrap 95 %", "Student 95 %", "than baseline")
+
+
 def method_table(variants: Sequence[Variant], metric: str) -> Table:
     """One row a variant; the first variant is the baseline."""
     scores = [score(variant, metric) for variant in variants]
+    baseline = scores[0]
     digits = digits_of([own.mean for own in scores if own is not None])
     rows = []
     for variant, own in zip(variants, scores, strict=True):
-        row = dict.fromkeys(_METHOD_COLUMNS, NOTHING)
-        row |= {"method": variant.label, "seeds": _seeds(variant)}
+        row = {"method": variant.label, "seeds": _seeds(variant)}
+        row |= dict.fromkeys((*_OWN, *_CONTRAST), NOTHING)
         if own is not None:
-            row |= _reached(own, digits)
+            row |= zip(_OWN, _reached(own, digits), strict=True)
         if variant is variants[0]:
             row["difference"] = "baseline"
-        elif own is not None and scores[0] is not None:
-            row |= _contrast(own, scores[0], digits)
+        elif own is not None and baseline is not None:
+            row |= zip(_CONTRAST, _contrast(own, baseline, digits + 1), strict=True)
         rows.append(row)
     entry = metric_of(metric)
     meaning = f"{metric}: {entry.meaning}" if entry else metric
     return Table(rows, f"{meaning} [{entry.unit}]" if entry and entry.unit else meaning)
 
 
-_METHOD_COLUMNS = (
-    "method",
-    "seeds",
-    "at step",
-    "mean",
-    "smallest to largest",
-    "95 % of the mean",
-    "difference",
-    "pairs",
-    "bootstrap 95 %",
-    "Student 95 %",
-    "than baseline",
-)
-
-
-def _reached(own: VariantScore, digits: int) -> dict[str, str]:
-    """The columns about the variant alone."""
+def _reached(own: VariantScore, digits: int) -> tuple[str, ...]:
     values = own.values.values()
-    return {
-        "at step": ", ".join(map(str, own.steps)),
-        "mean": number(own.mean, digits),
-        "smallest to largest": f"{number(min(values), digits)} to {number(max(values), digits)}",
-        "95 % of the mean": interval_text(own.interval, digits),
-    }
+    return (
+        ", ".join(map(str, own.steps)),
+        number(own.mean, digits),
+        f"{number(min(values), digits)} to {number(max(values), digits)}",
+        interval_text(own.interval, digits),
+    )
 
 
-def _contrast(own: VariantScore, baseline: VariantScore, digits: int) -> dict[str, str]:
-    """The columns about the difference to the baseline. They have a digit more than the means,
-    since differences are small."""
+def _contrast(own: VariantScore, baseline: VariantScore, digits: int) -> tuple[str, ...]:
+    """``digits``: one more than those of the means, since differences are small."""
     found = compare(own, baseline)
-    return {
-        "difference": number(found.student.mean, digits + 1, signed=True),
-        "pairs": str(found.num_pairs or "unpaired"),
-        "bootstrap 95 %": interval_text(found.bootstrap, digits + 1, signed=True),
-        "Student 95 %": interval_text(found.student, digits + 1, signed=True),
-        "than baseline": found.word,
-    }
+    intervals = [interval_text(each, digits, True) for each in (found.bootstrap, found.student)]
+    mean = number(found.student.mean, digits, signed=True)
+    return (mean, str(found.num_pairs or "unpaired"), *intervals, found.word)
 
 
 def _seeds(variant: Variant) -> str:

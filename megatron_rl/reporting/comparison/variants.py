@@ -94,10 +94,8 @@ def choose_baseline(variants: Sequence[Variant], label: str | None) -> Variant:
     if label is None:
         plain = [variant for variant in variants if variant.runs[0].method == "grpo"]
         return plain[0] if plain else variants[0]
-    exact = [variant for variant in variants if variant.label == label]
-    words = set(label.split())
-    fitting = exact
-    if words and not exact:
+    fitting = [variant for variant in variants if variant.label == label]
+    if not fitting and (words := set(label.split())):
         fitting = [variant for variant in variants if words <= set(variant.label.split())]
     if len(fitting) == 1:
         return fitting[0]
