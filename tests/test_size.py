@@ -34,10 +34,8 @@ ENVIRONMENT_READERS = {
     "megatron_rl/rewards/workers/server.py": (
         "handed on to a child process, with the path to this package added"
     ),
-    "megatron_rl/sweeping/machine.py": (
-        "the GPUs of this process, to share them among the runs of a sweep"
-    ),
     "megatron_rl/runtime/guard/parent.py": "whether this process is of a server that `serve` made",
+    "megatron_rl/sweep.py": "the GPUs of this process, to share them among the runs of a sweep",
     "megatron_rl/sweeping/running.py": "handed on to the runs of a sweep, child processes",
     "megatron_rl/serve.py": "handed on to the server, a child process",
     "megatron_rl/engine/side_effects.py": (

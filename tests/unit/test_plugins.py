@@ -47,7 +47,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
             r"broken.py: cannot be imported \(ZeroDivisionError: division by zero\)",
         ),
         ("{}/leaves.py:f", r"leaves.py: cannot be imported \(SystemExit: 0\), line 2 of leaves"),
-        ("{}/good.py:g", r"good.py has no 'g'; correct the name behind the colon"),
+        ("{}/good.py:g", r"good.py has no 'g'; correct the name after the colon"),
         ("{}/good.py:NUMBER", "is no function"),
     ],
 )
