@@ -44,8 +44,8 @@ class Output:
         value: its only setting, e.g. how many tokens, or a probability.
         gradient: the loss takes a gradient through it.
         compute: ``(hidden, weight, head, value) -> [t]`` from the last hidden states ``[t, h]``,
-            this rank's rows of the output layer, and ``policy.passes.head.Head``; None for those
-            that the policy computes with the logprobs: entropy, topk_logprobs, is_argmax, and
+            this rank's rows of the output layer, and ``policy.passes.logprobs.Head``; None for
+            those that the policy computes with the logprobs: entropy, topk_logprobs, is_argmax, and
             prompt_logprobs, which are of the prompts' tokens.
     """
 

@@ -116,7 +116,7 @@ def replay(
 ) -> Replay:
     """Collective. ``splits``: the micro-batches of each data-parallel rank."""
     config = bundle.config
-    at_once = policy.microbatch_multiple
+    at_once = policy.batching.rule.multiple
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     signals = signals_of(method, config.seed)
     experience = bundle.experience
@@ -125,10 +125,10 @@ def replay(
     tokens = experience.scored_tokens
 
     def compute(begin: int, end: int) -> Part:
-        own = splits[policy.data_parallel_rank][begin:end]
+        own = splits[policy.ranks.data_rank][begin:end]
         part = replace(local, microbatches=own)
         loss = MinibatchLoss(method, signals, experience, bundle.rows, tokens, part)
-        totals = policy.backward(*loss.batch.work, loss, signals.update_outputs)
+        totals = policy.backward(loss.batch, loss, signals.update_outputs)
         rows = [row for split in splits for microbatch in split[begin:end] for row in microbatch]
         return Part(rows, totals.loss, policy.gradient_norm())
 

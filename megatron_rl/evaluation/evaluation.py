@@ -21,7 +21,6 @@ from megatron_rl.evaluation.evaluation_folder import PROMPTS, EvaluationFolder
 from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights
 from megatron_rl.reporting.answer_file import AnswerRow
 from megatron_rl.reporting.evaluation import evaluation_table
-from megatron_rl.reporting.figures import draw_pass_at_k
 from megatron_rl.reporting.sinks import Metrics
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
@@ -84,7 +83,9 @@ def evaluate(
         )
         for weights, some in left:
             asking.ask(weights, some)
-    return world.from_main(lambda: report(folder, evaluation.weights))
+    # Also of what a killed evaluation has left.
+    rows = world.from_main(lambda: finished(folder, evaluation.weights))
+    return f"{evaluation_table(rows)}\nfinished: {folder.path} ({METRICS}, responses/)"
 
 
 def without_training(config: Config) -> Config:
@@ -203,6 +204,7 @@ def _row(step: int, number: int, response: Response) -> AnswerRow:
         "reward": response.score.reward,
         "tokens": len(response.completion.token_ids),
         "truncated": response.completion.truncated,
+        "problem": response.score.problem,
     }
 
 
@@ -211,13 +213,3 @@ def finished(folder: EvaluationFolder, weights: Sequence[Weights]) -> list[Metri
     for each in weights:
         folder.file(each).finish()
     return folder.write_metrics()
-
-
-def report(folder: EvaluationFolder, weights: Sequence[Weights]) -> str:
-    """The table, and where everything is; also of what a killed evaluation has left."""
-    rows = finished(folder, weights)
-    places = [METRICS, "responses/"]
-    if folder.pass_at:
-        figure = draw_pass_at_k(folder.path / METRICS, folder.path / "pass_at_k.png")
-        places.append(figure.name)
-    return f"{evaluation_table(rows)}\nfinished: {folder.path} ({', '.join(places)})"

@@ -64,7 +64,7 @@ class Vcrl(SamplingHook):
             keep[variances.index(max(variances))] = True
         self._asked = set(chosen)
         self._note([group for group, kept in zip(groups, keep, strict=True) if kept])
-        asks = [Ask(self.bank[uid][1], len(groups[0].scores)) for uid in chosen]
+        asks = [Ask(self.bank[uid][1], groups[0].num_responses) for uid in chosen]
         metrics = {
             "variance_mean": sum(variances) / len(variances),
             "refused_groups": keep.count(False),
@@ -111,7 +111,7 @@ class Dars(SamplingHook):
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         asks = []
         for number, group in enumerate(groups):
-            more = min(self.extra, self.max_responses - len(group.scores))
+            more = min(self.extra, self.max_responses - group.num_responses)
             if group.num_correct < self.target and more > 0:
                 asks.append(Ask(group.prompt, more, into=number))
         short = sum(group.num_correct < self.target for group in groups)
@@ -146,7 +146,7 @@ class Erpo(SamplingHook):
         num_residual = 0
         for group in (*groups, *self._refused):
             uid = group.prompt.uid
-            if group.num_correct == len(group.scores):
+            if group.scores and group.num_correct == len(group.scores):
                 self.visits[uid] = self.visits.get(uid, 0) + 1
                 num_residual += 1
             else:

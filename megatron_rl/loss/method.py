@@ -106,8 +106,8 @@ class Method:
         return shaped
 
     def wants_group(self, correct: Sequence[bool]) -> bool:
-        """Whether dynamic sampling keeps a group: 0 < sum(correct) < G, both outcomes seen; always
-        of a method without it. Source: DAPO (arXiv 2503.14476) eq. 11."""
+        """Whether dynamic sampling keeps a group: 0 < sum(correct) < G, both outcomes seen (DAPO,
+        arXiv 2503.14476, eq. 11), and not too small for the method; always without it."""
         if self.config.filters.dynamic_sampling is None:
             return True
-        return 0 < sum(correct) < len(correct)
+        return 0 < sum(correct) < len(correct) and len(correct) >= self.config.min_group

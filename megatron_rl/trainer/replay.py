@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory, megatron_format
-from megatron_rl.config.keys import within
+from megatron_rl.config.keys import flat, within
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import vision_of
@@ -34,7 +34,6 @@ from megatron_rl.run.run_record import (
     MODEL,
     NON_TRAINING,
     data_fingerprint,
-    flat,
     model_fingerprint,
 )
 from megatron_rl.run.saved_settings import is_run, read_config

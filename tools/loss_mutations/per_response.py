@@ -85,6 +85,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("0 < sum(correct) < len(correct)", "0 < sum(correct)"),
         ("0 < sum(correct) < len(correct)", "sum(correct) < len(correct)"),
         ("0 < sum(correct) < len(correct)", "0 <= sum(correct) < len(correct)"),
+        ("len(correct) >= self.config.min_group", "len(correct) > 0"),
         ("filters.dynamic_sampling is None", "filters.dynamic_sampling is not None"),
     ],
     ("filters", "overlong_penalty"): [

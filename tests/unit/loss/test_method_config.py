@@ -212,6 +212,8 @@ def test_dynamic_sampling_keeps_groups_with_both_outcomes() -> None:
     groups = [(True, False), (True, True), (False, False)]
     assert [*map(load_method("dapo").wants_group, groups)] == [True, False, False]
     assert all(map(load_method("grpo").wants_group, groups))
+    of_four = load_method("dapo", ["estimator={name: pass_at_k, k: 4}"]).wants_group
+    assert of_four((True, False, True, False)) and not of_four((True, False, True))
 
 
 def test_kl_in_the_reward_leaves_the_loss() -> None:
