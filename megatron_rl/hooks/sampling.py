@@ -9,13 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megatron_rl.hooks.base import (
-    Ask,
-    Resample,
-    SamplingHook,
-    ScoredGroup,
-    register_sampling_hook,
-)
+from megatron_rl.hooks.base import Ask, Resample, SamplingHook, ScoredGroup, register_sampling_hook
 from megatron_rl.types import Prompt, first_uid
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -43,7 +43,6 @@ class ResponseBatch:
     correct: ResponseFlags
     group_ids: ResponseCounts
     response_tokens: ResponseCounts
-    truncated: ResponseFlags | None = None
     columns: Columns = field(default_factory=dict)
 
 

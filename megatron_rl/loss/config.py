@@ -163,17 +163,12 @@ class MethodConfig(Piece):
     def _domains(self) -> MethodConfig:
         name = self.estimator.name
         needs = ESTIMATORS[name].needs
-        if needs.unit_rewards and self.kl.placement == "reward":
-            raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which kl.placement=reward leaves;"
-                " set kl.placement=loss"
-            )
         added = self.reward_shaping
-        changes = (added.overlong, added.repetition, added.curiosity)
+        changes = (added.overlong, added.repetition, added.curiosity, self.kl.placement == "reward")
         if needs.unit_rewards and any(changes):
             raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which a penalty or bonus leaves; set"
-                " reward_shaping={}"
+                f"estimator {name} needs rewards in [0, 1], which a penalty, a bonus or a KL in the"
+                " reward leaves; set reward_shaping={} and kl.placement=loss"
             )
         if needs.check_knobs is not None:
             problem = needs.check_knobs(**self.estimator.knobs)

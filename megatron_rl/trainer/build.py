@@ -224,11 +224,7 @@ def policy_settings(
 
 
 def build_learner(
-    config: Config,
-    world: World,
-    policy: MegatronPolicy,
-    method: Method,
-    signals: Signals,
+    config: Config, world: World, policy: MegatronPolicy, method: Method, signals: Signals
 ) -> Learner:
     """The learner and what watches over it."""
     fp8 = config.precision.fp8
