@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.hooks.base import RolloutEdit, rollout_hook
+from megatron_rl.hooks.base import ROLLOUT_HOOKS, RolloutEdit
 from megatron_rl.knobs import Named
 from megatron_rl.plugins import named, place
 from megatron_rl.rollouts.rows.experience import Groups, Response, Responses
@@ -87,7 +87,7 @@ def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> Ro
     """
     subject = f"rollout hook {name} at step {step}"
     try:
-        edit = rollout_hook(name)(step, read_only(groups), **knobs)
+        edit = ROLLOUT_HOOKS[name].make(step, read_only(groups), **knobs)
     except Exception as error:
         raise ValueError(f"{subject}: {named(error)}{place(error)}; correct the hook") from error
     if not isinstance(edit, RolloutEdit):
