@@ -76,15 +76,16 @@ class WeightedReward:
             self._function = FunctionCaller(
                 self._setup(function=config.function), timeout_s=config.function_timeout_s
             )
-            self._function.start()
+            self._function.pool.start()
 
     @property
     def restarts(self) -> int:
         """Workers that were killed or died and were replaced, since the start."""
-        return sum(owner.restarts for owner in self._process_owners())
+        return sum(pool.restarts for pool in self._pools())
 
-    def _process_owners(self) -> list[WorkerPool | FunctionCaller]:
-        return [owner for owner in (self._pool, self._function) if owner is not None]
+    def _pools(self) -> list[WorkerPool]:
+        of_function = None if self._function is None else self._function.pool
+        return [pool for pool in (self._pool, of_function) if pool is not None]
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Checks the prompts of a run before any work, and starts the workers they need.
@@ -97,7 +98,7 @@ class WeightedReward:
                 imported.
         """
         if self._function is not None:
-            self._function.wait_until_ready()
+            self._function.pool.wait_until_ready()
             self._start_pool(())
             return
         names = {prompt.data_source: self._name(prompt) for prompt in prompts}
@@ -118,8 +119,8 @@ class WeightedReward:
 
     def close(self) -> None:
         """Ends the workers; they also end with this process."""
-        for owner in self._process_owners():
-            owner.close()
+        for pool in self._pools():
+            pool.close()
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]
@@ -161,7 +162,7 @@ class WeightedReward:
         if remote:
             pool = self._start_pool({str(names[row]) for row in remote})
             assert pool is not None
-            replies = pool.verify([(names[row], tasks[row], responses[row]) for row in remote])
+            replies = pool.judge([(names[row], tasks[row], responses[row]) for row in remote])
             for row, reply in zip(remote, replies, strict=True):
                 judged[row] = reply
         return judged
@@ -186,7 +187,7 @@ class WeightedReward:
             pool = self._start_pool(())
             assert pool is not None
             pairs = zip(tasks, responses, strict=True)
-            replies = pool.verify([(None, task, response) for task, response in pairs])
+            replies = pool.judge([(None, task, response) for task, response in pairs])
             for values, reply in zip(judged, replies, strict=True):
                 values["format"] = reply["format"]
                 values["problem"] = values["problem"] or reply["problem"]
@@ -269,7 +270,7 @@ class WeightedReward:
         """
         needed = {name for name in names if not self._is_local(name)}
         format_only = self._function is not None and self._config.format_pattern is not None
-        started = set() if self._pool is None else set(self._pool.verifiers)
+        started = set() if self._pool is None else set(self._pool.setup.verifiers)
         # Workers have what they were forked with: for one verifier more all are replaced.
         if self._pool is not None and not needed <= started:
             self._pool.close()
@@ -278,6 +279,7 @@ class WeightedReward:
             setup = self._setup(verifiers=tuple(sorted(needed | started)))
             self._pool = WorkerPool(
                 setup,
+                limit=("reward.timeout_s", self._config.timeout_s),
                 num_workers=self._config.num_workers,
                 step_timeout_s=self._config.step_timeout_s,
             )

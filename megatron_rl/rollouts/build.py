@@ -12,6 +12,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.reading import Data
+from megatron_rl.engine.arguments import served_settings
 from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.engine.serving.client import (
@@ -128,7 +129,8 @@ def build_served(config: Config, world: World, display: Display, parts: SourcePa
     server_parts = _server_parts(config, parts, secret)
 
     def backend(saved: Mapping[str, Any] | None) -> ServerBackend:
-        return ServerBackend(job, server_parts, Registry(folder), saved)
+        registry = Registry(folder, settings=served_settings(config.rollout))
+        return ServerBackend(job, server_parts, registry, saved)
 
     served = ServedParts(
         world=world,

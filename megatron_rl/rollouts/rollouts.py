@@ -303,8 +303,8 @@ def age_metrics(step: int, responses: Responses, world: World) -> dict[str, floa
 
 def step_rules(method: Method, prompts_per_step: int, responses_per_prompt: int) -> Rules:
     """Which groups a step trains, of responses by its own weights."""
-    needs = method.needs
-    limit = needs.max_sampling_tries * prompts_per_step if needs.dynamic_sampling else None
+    filtered = method.config.filters.dynamic_sampling is not None
+    limit = method.max_sampling_tries * prompts_per_step if filtered else None
     return Rules(prompts_per_step, responses_per_prompt, limit)
 
 
@@ -330,7 +330,7 @@ def source_rules(method: Method, sizes: Any, source: Any) -> StepRules:
         rules.responses_per_group,
         partial.groups_in_flight,
         partial.max_age,
-        max_rounds=method.needs.max_sampling_tries if rules.is_filtered else None,
+        max_rounds=method.max_sampling_tries if rules.is_filtered else None,
         staleness=source.staleness,
         lockstep=lockstep,
     )

@@ -18,6 +18,7 @@ from policy_worker import BATCH, MICROBATCHES, build, loss, write_model
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines
 from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
@@ -57,7 +58,7 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
     sync = ColocatedSync(GatherSync(policy, engine, verify=True), memory)
     no_rollouts = None  # the engine is asked directly
     source = ColocatedEngines(no_rollouts, policy, engine, sync, memory)
-    before = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
+    before = policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs
     source.publish(1)
     with source.generation():
         first = engine.generate(PROMPTS, Sampling(2, 16, seed=7))
@@ -80,8 +81,8 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
         < values["memory/wake_kv_cache_engine_gib"]
     )
     assert values["memory/wake_kv_cache_allocated_gib"] < values["memory/reload_allocated_gib"]
-    assert torch.equal(policy.score_microbatches(BATCH, MICROBATCHES).logprobs, before)
-    policy.update_microbatches(BATCH, MICROBATCHES, loss)
+    assert torch.equal(policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs, before)
+    policy.update(LocalBatch(BATCH, MICROBATCHES), loss)
     print(f"OK level {LEVEL}", flush=True)
 
 

@@ -12,7 +12,7 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.weights import worker
 from megatron_rl.errors import WeightSyncError
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.rollouts.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.runtime import launch
 from megatron_rl.weight_sync.gather import GatherSync
@@ -88,14 +88,14 @@ def agree(arch: str, layout: dict) -> None:
             for one in group
         ]
         batch = sequence_batch(rows)
-        ranks, rank = policy.data_parallel_size, policy.data_parallel_rank
+        ranks, rank = policy.ranks.data, policy.ranks.data_rank
         split = [
             list(range(rank, len(rows), 2 * ranks)),
             list(range(rank + ranks, len(rows), 2 * ranks)),
         ]
-        scored = zoo.of_all_rows(policy.score_microbatches(batch, split)).logprobs
+        scored = zoo.of_all_rows(policy.score(LocalBatch(batch, split))).logprobs
         assert (scored.double() - small.logprobs(groups)).abs().max() <= 1e-4, "sampler and policy"
-        before = policy.update_microbatches(batch, split, odd_tokens_are_good(batch))
+        before = policy.update(LocalBatch(batch, split), odd_tokens_are_good(batch))
         assert before.grad_norm > 0 and not before.skipped
     if arch == "qwen2_tied":
         stale_head_is_noticed(sync, logprob_check)

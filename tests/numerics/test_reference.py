@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron.core.distributed import param_and_grad_buffer
 
+from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.state import host_memory
@@ -120,7 +121,7 @@ def make(models: Path, case: Case, *, staged: bool) -> MegatronPolicy:
 
 
 def scores(policy: MegatronPolicy, *, reference: bool = False) -> torch.Tensor:
-    own = policy.score_microbatches(batch(9), shares(policy, 2), reference=reference)
+    own = policy.score(LocalBatch(batch(9), shares(policy, 2)), reference=reference)
     return zoo.of_all_rows(own).logprobs
 
 

@@ -50,6 +50,7 @@ from machine import Watch, description, in_turns, own_seconds, resident_bytes, r
 from megatron_checkpoint import FullyParallel
 
 from megatron_rl.checkpoints.part_writer import Memory
+from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.launch import World
@@ -264,7 +265,7 @@ def main() -> None:
     parameters = sum(item.numel() for module in policy.modules for item in module.parameters())
     rows = random_batch(2 * world.size, MAX_TOKENS // 2, options.vocab)
     own = list(range(2 * world.rank, 2 * world.rank + 2))
-    update = partial(policy.update_microbatches, rows, [own], policy_gradient)
+    update = partial(policy.update, LocalBatch(rows, [own]), policy_gradient)
     update()
     ways = Ways(world, policy, options.folder / "written", update)
     first = in_turns(ways.writing(fresh=True), 1)

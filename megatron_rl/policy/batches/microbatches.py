@@ -157,8 +157,6 @@ class Packer:
 
     Attributes:
         vision: of a vision-language model.
-        prompts: the tokens of a prompt, but its first, are predicted too, once for neighboring
-            sequences; see ``prompt_places``.
     """
 
     multiples: Multiples
@@ -167,17 +165,26 @@ class Packer:
     device: torch.device
     share: bool = False
     vision: VisionBatcher | None = None
-    prompts: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.share and self.context > 1), (
             "shared prompts are not cut over context ranks"
         )
 
-    def pack(self, batch: SequenceBatch, rows: Sequence[int], at_least: int = 0) -> Microbatch:
+    def pack(
+        self,
+        batch: SequenceBatch,
+        rows: Sequence[int],
+        at_least: int = 0,
+        *,
+        prompts: bool = False,
+    ) -> Microbatch:
         """The micro-batch of sequences ``rows`` of ``batch``.
 
-        ``at_least``: its tokens over all context ranks, or more.
+        Args:
+            at_least: its tokens over all context ranks, or more.
+            prompts: the tokens of a prompt, but its first, are predicted too, once for neighboring
+                sequences; see ``prompt_places``.
 
         Raises:
             ValueError: a row has no prompt, from which its first response token is predicted, no
@@ -193,7 +200,7 @@ class Packer:
         nothing = torch.zeros(0, dtype=torch.long)
         predictions = (nothing, nothing, nothing)
         if rows:
-            predictions = _predictions(sequences, layout, self.prompts)
+            predictions = _predictions(sequences, layout, prompts)
         state_rows, targets, index = predictions
         return Microbatch(
             token_ids=to_device(_token_ids(sequences, layout)[None], self.device),

@@ -19,8 +19,13 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.passes import Output, Outputs, TokenLoss, TokenScores, TokenView
 from megatron_rl.policy.batches.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
-from megatron_rl.policy.passes.head import Entropy, Head
-from megatron_rl.policy.passes.logprobs import LOGPROB_CHUNK_TOKENS, TokenValues, token_values
+from megatron_rl.policy.passes.logprobs import (
+    LOGPROB_CHUNK_TOKENS,
+    Entropy,
+    Head,
+    TokenValues,
+    token_values,
+)
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import gather_objects
 from megatron_rl.runtime.transfer import to_device
@@ -164,18 +169,15 @@ class Totals:
                 )
 
 
+@dataclass(frozen=True)
 class Passes:
     """Runs micro-batches through the chunks of this rank. ``consume(microbatch, values)`` is called
     on the last stage only and returns (loss, what to collect)."""
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float
-    ) -> None:
-        self.chunks = list(chunks)
-        self.ranks = ranks
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        self.schedule = get_forward_backward_func()
+    chunks: Sequence[torch.nn.Module]
+    ranks: Ranks
+    vocab_size: int
+    temperature: float
 
     def run(
         self,
@@ -195,13 +197,13 @@ class Passes:
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, outputs=outputs)
         with torch.set_grad_enabled(backward):
-            return self.schedule(
+            return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
-                seq_length=max(lengths)
-                * self.ranks.context,  # megatron divides by the context ranks
+                # megatron divides by the context ranks
+                seq_length=max(lengths) * self.ranks.context,
                 micro_batch_size=1,
                 forward_only=not backward,
             )

@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.checkpoints.hf import HfDirectory
+from megatron_rl.config.number_formats import format_name
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -29,7 +30,7 @@ from megatron_rl.models.parameter_map import (
     expert_parameters,
     layer_parameters,
     local_shape,
-    parameter_slices,
+    part_of,
     shards,
     vision_parameters,
 )
@@ -50,9 +51,10 @@ MAX_NAMES_SHOWN = 4
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """One parameter of this rank, and the shards of HF tensors in it.
+    """One parameter of this rank, and the shards of HF tensors in it, with its key and format.
 
-    ``name`` is its name in the chunk.
+    ``name`` is its name in the chunk. The head of a tied model, where a stage has a copy of it,
+    holds the embedding; padding of the vocabulary is in no shard.
     """
 
     chunk: int
@@ -60,6 +62,11 @@ class LocalParameter:
     tensor: Tensor
     parameter: Parameter
     shards: list[Shard]
+
+    @property
+    def key(self) -> str:
+        """Example: "0:decoder.layers.0.self_attention.linear_qkv.weight"."""
+        return f"{self.chunk}:{self.name}"
 
 
 def local_parameters(
@@ -83,8 +90,11 @@ def local_parameters(
                 f"{name} is {tuple(tensor.shape)} in the model, {shape} in the map"
             )
             _mark(tensor, parameter, arch, vocab_rows)
-            inside = shards(parameter, arch, vocab_rows, rank, size)
-            held.append(LocalParameter(index, name, tensor, parameter, inside))
+            item = LocalParameter(index, name, tensor, parameter, [])
+            dtype = format_name(tensor.dtype)
+            for shard in shards(parameter, arch, vocab_rows, rank, size):
+                item.shards.append(replace(shard, key=item.key, dtype=dtype))
+            held.append(item)
     return held
 
 
@@ -219,7 +229,7 @@ def _fill(held: Sequence[LocalParameter], arch: Architecture, path: Path) -> dic
                 if not_finite([converted]):
                     count = int((~converted.isfinite()).sum())
                     counts[shard.name, shard.start, shard.shape] = count
-                values[parameter_slices(shard)] = converted
+                part_of(values, shard).copy_(converted)
             assign(item.tensor, values)
             ACTIVITY.note("reading the policy's weights")
     return counts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from megatron_rl.reporting.evaluation import (
     Judged,
@@ -13,9 +12,7 @@ from megatron_rl.reporting.evaluation import (
     evaluation_table,
     majority_is_right,
 )
-from megatron_rl.reporting.figures import draw_pass_at_k
 from megatron_rl.reporting.metrics import defined
-from megatron_rl.reporting.sinks import MetricsFile
 
 
 @pytest.mark.parametrize(
@@ -147,19 +144,3 @@ def test_the_table_has_a_line_for_each_step_and_source(tmp_path):
     )
     assert lines[3] == "0 a 25.0 25.0 50.0 0.0 2.5 25.0"
     assert [line.split()[0] for line in lines[2:]] == ["0"] * 3 + ["20"] * 3
-
-
-def test_pass_at_k_is_drawn_for_one_step_and_for_several(tmp_path):
-    rows = [{"step": step, **detailed_metrics(judged(), [1, 2, 4])} for step in (0, 20)]
-    widths = []
-    for number in (1, 2):
-        path = tmp_path / f"{number}.jsonl"
-        for row in rows[:number]:
-            MetricsFile(path)(row)
-        widths.append(imread(draw_pass_at_k(path, tmp_path / "figure.png")).shape[1])
-    assert widths[1] == pytest.approx(2 * widths[0], abs=2)  # a second panel
-    MetricsFile(tmp_path / "without.jsonl")({"step": 0, "eval/accuracy": 0.5})
-    with pytest.raises(
-        ValueError, match=r"without\.jsonl: has no pass@k; give evaluation\.pass_at"
-    ):
-        draw_pass_at_k(tmp_path / "without.jsonl", tmp_path / "figure.png")

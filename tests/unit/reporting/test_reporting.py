@@ -8,7 +8,7 @@ import json
 import pytest
 from matplotlib.image import imread
 
-from megatron_rl.reporting.figures import draw_curves
+from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.pass_at_k import pass_at_k
 from megatron_rl.reporting.report import report, table
 
@@ -90,23 +90,19 @@ def test_table_is_aligned():
 
 def test_a_figure_shows_the_panels_a_run_has(tmp_path):
     """More metrics draw a larger figure with more ink in it; nothing to draw is an error."""
-    small = imread(draw_curves(write_metrics(tmp_path / "metrics.jsonl"), tmp_path / "small.png"))
     more = {
         "rollout/entropy": 0.5,
         "kl/reference_mean": 0.1,
         "throughput/response_tokens_per_s": 9.0,
     }
-    large = imread(
-        draw_curves(
-            write_metrics(tmp_path / "metrics.jsonl", **more),
-            tmp_path / "deep" / "large.png",
-            title="a run",
-        )
-    )
-    assert (
-        large.shape[0] > small.shape[0]
-        and (large[..., :3] < 0.5).sum() > 1.3 * (small[..., :3] < 0.5).sum()
-    )
-    (tmp_path / "empty.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(ValueError, match="none of the metrics of the figure"):
-        draw_curves(tmp_path / "empty.jsonl", tmp_path / "no.png")
+    images = []
+    for out, extra in ((tmp_path / "small.png", {}), (tmp_path / "deep" / "large.png", more)):
+        draw_curves(write_metrics(tmp_path / "metrics.jsonl", **extra), out)
+        images.append(imread(out))
+    small, large = images
+    assert large.shape[0] > small.shape[0]
+    assert (large[..., :3] < 0.5).sum() > 1.3 * (small[..., :3] < 0.5).sum()
+    for text in ("", '{"step": 0}\n'):
+        (tmp_path / "empty.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="none of the metrics of the figure"):
+            draw_curves(tmp_path / "empty.jsonl", tmp_path / "no.png")

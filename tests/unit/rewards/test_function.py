@@ -56,6 +56,10 @@ def does(tasks, responses):
         os._exit(1)
     if what == "short":
         return [1.0]
+    if what == "dict":
+        return {"reward": 1.0, "parts": 2.0}
+    if what == "set":
+        return {1.0, 0.0}
     if what == "raise":
         raise RuntimeError("the service is down")
     if what == "exit":
@@ -162,15 +166,16 @@ def test_the_reason_says_what_is_wrong_with_a_value(value, words):
 
 def test_a_call_that_fails_costs_its_batch_and_the_next_one_works(function, caplog):
     reward = function("does", function_timeout_s=1.0)
-    for what in ("hang", "die", "short", "raise"):
+    for what in ("hang", "die", "short", "dict", "set", "raise"):
         assert all(found.problem is not None for found in score(reward, what, "x"))
         fine = score(reward, "fine", "x")
         assert [(found.reward, found.problem) for found in fine] == [(1, None)] * 2
-    assert sum(reward.problems.values()) == 8
+    assert sum(reward.problems.values()) == 12
     for words in (
         "function_timeout_s = 1 s",
-        "its process died",
+        "process that judged it died",
         "returned 1 rewards for 2 responses",
+        "it returned a dict, not a list",
         "the service is down",
     ):
         assert words in caplog.text

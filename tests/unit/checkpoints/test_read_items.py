@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -15,16 +16,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.checkpoints.chunks import Chunk, rectangles
-from megatron_rl.checkpoints.overlaps import Overlap, StoredRectangles
 from megatron_rl.checkpoints.part_reader import read_items
 
 SHAPES = [(), (7,), (3, 4), (2, 3, 5), (3, 2, 4, 3)]
-
-
-def test_the_example_of_the_docstring():
-    stored = StoredRectangles((4, 6), [(0, 0), (2, 0)], [(2, 6), (2, 6)])
-    found = list(stored.overlapping((1, 3), (2, 3)))
-    assert found == [Overlap(0, (1, 3), (1, 3)), Overlap(1, (2, 3), (1, 3))]
 
 
 def parted(shape: tuple[int, ...], draw: random.Random) -> list[tuple[tuple[int, ...], ...]]:
@@ -66,7 +60,7 @@ def test_what_is_read_is_what_torch_would_read(shape):
         ]
         array = TensorStorageMetadata(TensorProperties(), torch.Size(shape), stored)
         wanted = parted(shape, draw)[:5]
-        chunks = [Chunk("key", shape, torch.float32, *each) for each in wanted]
+        chunks = [Chunk("key", shape, "float32", *each) for each in wanted]
         found = list(read_items("key", array, chunks))
         of_torch = [ChunkStorageMetadata(*map(torch.Size, each)) for each in wanted]
         assert facts(found) == facts(create_read_items_for_chunk_list("key", array, of_torch))
@@ -75,12 +69,17 @@ def test_what_is_read_is_what_torch_would_read(shape):
         )
 
 
-def test_an_expert_is_compared_with_what_is_stored_of_it_alone():
-    """All experts of all layers are one array, in which they have the same rows."""
-    layers, experts = 12, 16
-    offsets = []
-    for layer in range(layers):
-        for expert in range(experts):
-            offsets += [(layer, expert, 0, 0), (layer, expert, 8, 0)]
-    stored = StoredRectangles((layers, experts, 16, 4), offsets, [(1, 1, 8, 4)] * len(offsets))
-    assert len(stored.candidates((5, 3, 4, 0), (1, 1, 8, 4))) == 2
+def test_reading_experts_does_not_take_the_product_of_needed_and_stored():
+    """All experts of all layers are one array. 0.1 s; compared with all, as torch does, 10 s."""
+    draw = random.Random(0)
+    offsets = [
+        (layer, expert, row, 0) for layer in range(48) for expert in range(64) for row in (0, 8)
+    ]
+    draw.shuffle(offsets)
+    stored = [ChunkStorageMetadata(torch.Size(at), torch.Size((1, 1, 8, 4))) for at in offsets]
+    array = TensorStorageMetadata(TensorProperties(), torch.Size((48, 64, 16, 4)), stored)
+    wanted = [Chunk("key", (48, 64, 16, 4), "float32", at, (1, 1, 8, 4)) for at in offsets[:2000]]
+    begin = time.process_time()
+    found = list(read_items("key", array, wanted))
+    assert time.process_time() - begin < 3
+    assert [tuple(item.storage_index.offset) for item in found] == offsets[:2000]
