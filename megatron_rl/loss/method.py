@@ -121,9 +121,9 @@ class Method:
     def wants_group(self, correct: Sequence[bool]) -> bool:
         """``wants_groups`` of one group with these responses; under dynamic sampling one that is
         too small for the method is not wanted."""
-        if not self.needs.dynamic_sampling:
+        if self.config.filters.dynamic_sampling is None:
             return True
-        if len(correct) < self.needs.min_group:
+        if len(correct) < self.config.min_group:
             return False
         one_group = torch.zeros(len(correct), dtype=torch.int64)
         return bool(self.wants_groups(torch.tensor(correct), one_group).all())

@@ -92,7 +92,7 @@ class SourceParts:
             stream=PromptStream(self.loader),
             plan=plan,
             wants_group=self.method.wants_group,
-            verdicts=VerdictRules(self.method.needs.min_group, config.reward.max_excluded_share),
+            verdicts=VerdictRules(self.method.config.min_group, config.reward.max_excluded_share),
             demonstrations=self.demonstrations,
         )
 
