@@ -63,7 +63,7 @@ class Run:
 
     def setting(self, key: str) -> Any:
         """``ABSENT`` where the run has no such setting."""
-        return self.settings.get(key, ABSENT)
+        return self.settings[key] if key in self.settings else ABSENT
 
     def rows_of(self, key: str) -> list[Row]:
         """The rows to take a metric from: those of the evaluation after the training for pass@k,

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from megatron_rl.rewards.workers.messages import WorkerSetup
-from megatron_rl.rewards.workers.server import Worker, WorkerServer
+from megatron_rl.rewards.workers.server import RewardWorker, WorkerServer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 
 _GRACE_S = 1.0  # the worker's own timer acts first
@@ -51,7 +51,7 @@ class WorkerPool:
         self._num_workers = num_workers
         self._step_timeout_s = step_timeout_s
         self._server = WorkerServer(setup)
-        self._workers: list[Worker] = []
+        self._workers: list[RewardWorker] = []
         self._seconds_each = math.inf  # of a verdict, in the last call
         self._threads = ThreadPoolExecutor(num_workers, "verifier")
         self.restarts = 0
@@ -111,7 +111,9 @@ class WorkerPool:
             if rows:
                 self._judge_rows(number, worker, rows, batch)
 
-    def _judge_rows(self, number: int, worker: Worker, rows: deque[int], batch: _Batch) -> None:
+    def _judge_rows(
+        self, number: int, worker: RewardWorker, rows: deque[int], batch: _Batch
+    ) -> None:
         key, seconds = self._limit
         try:
             ends_at = min(time.monotonic() + seconds + _GRACE_S, batch.ends_at)
@@ -141,7 +143,7 @@ class WorkerPool:
             else:
                 batch.replies[rows[0]] = _not_judged(problem)
 
-    def _ready(self, number: int) -> Worker:
+    def _ready(self, number: int) -> RewardWorker:
         """The worker of this thread, ready; another one where it dies before."""
         what = self.setup.name
         ends_at = time.monotonic() + _START_TIMEOUT_S

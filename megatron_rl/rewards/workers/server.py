@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 START_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
-class Worker:
+class RewardWorker:
     """The socket to one worker. What waits for it raises TimeoutError at ``ends_at`` (of
     ``time.monotonic``) and another OSError when the worker is gone."""
 
@@ -89,7 +89,7 @@ class WorkerServer:
         self._failed_starts = 0
         self._lock = threading.Lock()
 
-    def worker(self) -> Worker:
+    def worker(self) -> RewardWorker:
         """A new worker, whose first replies are its pid and that it is ready.
 
         Raises:
@@ -97,7 +97,7 @@ class WorkerServer:
                 worker ready.
         """
         ours, theirs = socket.socketpair()
-        worker = Worker(ours)
+        worker = RewardWorker(ours)
         with theirs, self._lock:
             while True:
                 control = self._control or self._start()
