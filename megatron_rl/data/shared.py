@@ -65,6 +65,7 @@ def shared_data(
             raise each
     # Ranks of a machine follow each other: of the ranks 8 to 15 of the second one the first is 8.
     own = outcomes[world.rank - world.local_rank]
+    assert not isinstance(own, ValueError)
     if own is not None:
         prompt_file.mapped(own[0])
     world.barrier()
