@@ -13,7 +13,10 @@ from megatron_rl.reporting.intervals import Interval, bootstrap, student, welch
 from megatron_rl.reporting.metrics_file import is_held_out, series
 
 LAST_ROWS = 10  # a metric of training is the mean of its last values: one step is noise
-_LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/reward", "reward/")
+_LARGER_IS_BETTER = (
+    *("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/reward"),
+    *("reward/mean", "reward/accuracy", "reward/part/"),
+)
 
 
 @dataclass(frozen=True)
