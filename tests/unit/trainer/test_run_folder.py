@@ -342,3 +342,15 @@ def test_what_a_dead_run_left_is_removed_at_the_start(build, tmp_path):
         (tmp_path / "run" / left).mkdir(parents=True)
     build("trainer.num_steps=2").run()
     assert not list((tmp_path / "run").rglob("*.tmp-partial"))
+
+
+def test_a_run_without_its_rows_and_with_files_of_others_resumes(build, tmp_path, capsys):
+    build("trainer.num_steps=2", "checkpoint.every_steps=1").run()
+    run = tmp_path / "run"
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoints" / "notes.txt").write_text("x")
+    (run / "checkpoints" / "step_best").mkdir()
+    (run / "requeue").write_text("2\n")
+    build("trainer.num_steps=3").run()
+    assert f"resumed from {run}/checkpoints/step_000002" in capsys.readouterr().out
+    assert steps(run / "metrics.jsonl") == [3]
