@@ -9,7 +9,6 @@ so each way reads what the other has written.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,9 +145,9 @@ def load_state(policy: Any, path: Path, kind: str = ANY_LAYOUT, strategy: Any = 
     policy.optimizer_steps = loaded["optimizer_steps"]
 
 
-def save(policy: Any, path: Path, extra: Mapping[str, Any], *, digests: bool = True) -> None:
+def save(policy: Any, path: Path, extra: Mapping[str, Any]) -> None:
     """Collective: a folder that ``policy.load`` reads. Nothing is shared out: of what several ranks
-    hold, the first writes all. ``digests``: False leaves a manifest from before there were any."""
+    hold, the first writes all."""
     from_first_rank(lambda: directory.begin(path))
     partial = path.with_name(path.name + directory.PARTIAL)
     with platform():
@@ -159,8 +158,6 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any], *, digests: bool = T
     def seal() -> None:
         torch.save(dict(extra), partial / EXTRA)
         directory.finish(path, describe(policy), known)
-        if not digests:
-            _forget_digests(path / directory.MANIFEST)
 
     from_first_rank(seal)
 
@@ -170,12 +167,6 @@ def load(policy: Any, path: Path) -> Mapping[str, Any]:
     load_state(policy, path)
     extra: Mapping[str, Any] = torch.load(path / EXTRA, weights_only=True)
     return extra
-
-
-def _forget_digests(manifest: Path) -> None:
-    said = json.loads(manifest.read_text())
-    said["files"] = {name: entry["bytes"] for name, entry in said["files"].items()}
-    manifest.write_text(json.dumps(said))
 
 
 def _modules(policy: Any) -> list[tuple[str, torch.nn.Module]]:
