@@ -199,7 +199,7 @@ def _reference_state(policy: Any) -> dict[str, Any]:
             name: shard
             for name, shard in module.sharded_state_dict(metadata=_metadata()).items()
             if isinstance(shard, ShardedTensor | ShardedTensorFactory)
-            and (chunk, name) not in policy.reference.untrained
+            and (chunk, name) in policy.reference.names
         }
         for name, shard in shards.items():
             shard.data = reference[chunk, name]

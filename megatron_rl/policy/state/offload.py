@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.policy.optimizer import gradient, parts
-from megatron_rl.policy.state.host_memory import HostBuffer
+from megatron_rl.policy.state.host_memory import HostBuffer, synchronize
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Offload:
                     self._store(part, number, storage) for number, storage in enumerate(storages)
                 ]
         # Storages are freed only after every copy out of them has ended.
-        self._finish_copies()
+        synchronize(self._device)
         for part in parts:
             for stored in self._away[part]:
                 stored.storage.resize_(0)
@@ -98,11 +98,7 @@ class Offload:
                 else:
                     stored.host.give(target)
             del self._away[part]
-        self._finish_copies()
-
-    def _finish_copies(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._device)
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
         """The storages of ``part`` on the device, each once, without those of earlier parts."""
