@@ -78,7 +78,8 @@ def _built(table: Choices, name: Any, knobs: Mapping[str, Any]) -> Named:
     own = [field for field in table.schema(name).model_fields if field != "name"]
     problems = []
     for knob, value in knobs.items():
-        if knob not in own:
+        # A configuration that was written out names its choices once more below their keys.
+        if knob not in own and (knob, value) != ("name", name):
             problems.append(_refusal((knob,), value, _foreign_knob(table, name, knob, own)))
     if problems:
         raise ValidationError.from_exception_data(table.what, problems)

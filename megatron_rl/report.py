@@ -73,19 +73,16 @@ def run(options: argparse.Namespace) -> str:
     from megatron_rl.reporting.comparison.page import HTML, MARKDOWN, write_report
     from megatron_rl.reporting.comparison.runs import find_runs
     from megatron_rl.reporting.comparison.variants import choose_baseline, variants_of
-    from megatron_rl.run.run_record import differences, flat
+    from megatron_rl.run.run_record import differences
 
-    found = find_runs(options.folders, lambda record: dict(flat(record)))
+    found = find_runs(options.folders)
     variants = variants_of(
         found.runs,
         lambda first, other: all(change.key == "seed" for change in differences(first, other)),
     )
     baseline = choose_baseline(variants, options.baseline)
     variants = [baseline, *(variant for variant in variants if variant is not baseline)]
-    keys: set[str] = set()
-    for run in found.runs:
-        for row in (*run.rows, *run.evaluation):
-            keys.update(row)
+    keys = {key for run in found.runs for row in (*run.rows, *run.evaluation) for key in row}
     metrics = _metrics(options.metric, keys)
     title = options.title or " + ".join(folder.resolve().name for folder in options.folders)
     try:

@@ -27,7 +27,7 @@ from megatron_rl.errors import close_names, did_you_mean
 from megatron_rl.plugins import add_plugin_option, load_plugins, loaded
 from megatron_rl.reporting.metrics import TABLE, defined
 from megatron_rl.runtime.guard import lock
-from megatron_rl.sweeping import commands, record
+from megatron_rl.sweeping import commands
 from megatron_rl.sweeping.machine import shares
 from megatron_rl.sweeping.running import Runner, Stopped, SweepOutcome
 from megatron_rl.sweeping.summary import summary
@@ -132,7 +132,7 @@ def _submit(options: argparse.Namespace, trials: Sequence[Trial], words: Sequenc
     command = slurm.command(left, file)
     if len(left) > 1:
         commands.write_trials(file, left)
-    commands.submit(command)
+    commands.run(command)
     return 0
 
 
@@ -166,19 +166,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 when no run failed, 1 when one did or the sweep is wrong, 130 when it was stopped.
     """
-    given = sys.argv[1:] if argv is None else argv
-    options = arguments(given)
+    options = arguments(argv)
     try:
         _check_options(options)
         load_plugins(options.plugin)
         root: Root = root_of(options)
         trials = make_trials(options.overrides, options.out, root)
-        trials = with_wandb(trials, record.sweep_name(options.out))
+        trials = with_wandb(trials, options.out.resolve().name)
         words = handed_on(loaded(), root)
         if options.dry_run:
             _dry_run(options, trials, words)
             return 0
-        record.write(options.out, trials, given)
         start = _run_here if options.sbatch is None else _submit
         return start(options, trials, words)
     except ValueError as error:

@@ -62,12 +62,10 @@ def run(options: argparse.Namespace) -> None:
     if finished_already(config, world):
         return
     from megatron_rl.planning.at_start import check_memory
-    from megatron_rl.planning.balance import warn_of_idle_ranks
     from megatron_rl.runtime.display import Display
     from megatron_rl.trainer.build import build_trainer
 
     check_memory(config, world)
-    warn_of_idle_ranks(config, world.size)
     build_trainer(config, world, Display(shown=world.is_main)).run()
 
 

@@ -14,6 +14,7 @@ from megatron_rl.rollouts.jobs import TrainingJob
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import Rollouts, step_rules
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import Sampling
@@ -29,6 +30,7 @@ def training_job(
     method: Method | None = None,
     hooks: Resampling | None = None,
     demonstrations: Demonstrations | None = None,
+    max_excluded_share: float = 1.0,
     **plan: Any,
 ) -> TrainingJob:
     """``rules``: None for those of the method with ``prompts_per_step``; ``plan``: more of the
@@ -39,6 +41,7 @@ def training_job(
         stream=PromptStream(loader),
         plan=SamplingPlan(sampling, seed, hooks=hooks, **plan),
         wants_group=method.wants_group,
+        verdicts=VerdictRules(method.needs.min_group, max_excluded_share),
         demonstrations=demonstrations,
     )
 

@@ -35,8 +35,9 @@ ENVIRONMENT_READERS = {
         "handed on to a child process, with the path to this package added"
     ),
     "megatron_rl/sweeping/machine.py": (
-        "handed on to the runs of a sweep, child processes, each with its share of GPUs or cores"
+        "the GPUs of this process, to share them among the runs of a sweep"
     ),
+    "megatron_rl/sweeping/running.py": "handed on to the runs of a sweep, child processes",
     "megatron_rl/serve.py": "handed on to the server, a child process",
     "megatron_rl/engine/side_effects.py": (
         "variables that building the vLLM engine changes, to put them back"

@@ -33,11 +33,10 @@ from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.loss import Method
 from megatron_rl.plugins import load_plugins
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.signals import signals_of
-from megatron_rl.trainer.build import tokens_per_microbatch
+from megatron_rl.trainer.build import policy_settings
 from megatron_rl.trainer.bundle import Bundle, read_bundle
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
 from megatron_rl.trainer.replay import Again, ReplayedRun, config_of, find_route
@@ -103,24 +102,13 @@ def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
     """The policy with the weights of the bundle, which may be NaN."""
     config = bundle.config
     signals = signals_of(Method(config.method), config.seed)
-    limit = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    limit += signals.extra_tokens
-    return MegatronPolicy(
-        config.model,
-        parallel,
-        config.precision,
-        config.optim,
-        PolicySettings(
-            temperature=config.rollout.temperature,
-            keep_reference=False,
-            total_optimizer_steps=1,
-            max_sequence_tokens=limit,
-            tokens_per_microbatch=tokens_per_microbatch(config),
-            share_prompts=config.batch.share_prompts,
-            require_finite=False,
-            image_processor=vision_of(config.model.path, config.data),
-        ),
+    settings = replace(
+        policy_settings(config, signals, vision_of(config.model.path, config.data)),
+        keep_reference=False,
+        total_optimizer_steps=1,
+        require_finite=False,
     )
+    return MegatronPolicy(config.model, parallel, config.precision, config.optim, settings)
 
 
 def replay(

@@ -265,6 +265,8 @@ class RewardConfig(Section):
     function_timeout_s: PositiveFloat
     num_workers: PositiveInt
     memory_gib: PositiveFloat
+    on_problem: Literal["exclude", "zero", "stop"]
+    max_excluded_share: Annotated[float, Field(ge=0, le=1)]
     sandbox: Literal["bubblewrap", "rlimits_only"]
 
 

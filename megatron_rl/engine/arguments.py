@@ -21,6 +21,21 @@ _BATCHED_TOKENS = 8192
 _ANNEALED_LOGITS = "megatron_rl.engine.annealed:AnnealedLogits"
 
 
+def served_settings(config: RolloutConfig) -> dict[str, str]:
+    """What the answers of a server depend on and no request says, by configuration key.
+
+    A run compares its own with those of each server. A server that can anneal also serves a run
+    that does not.
+    """
+    settings = {
+        "rollout.dtype": str(config.dtype),
+        "rollout.quantization": config.quantization or "null",
+    }
+    if config.anneal.schedule is not None:
+        settings["rollout.anneal.start"] = "set"
+    return settings
+
+
 def engine_arguments(
     model_path: str,
     config: RolloutConfig,

@@ -21,7 +21,6 @@ from megatron_rl.evaluation.evaluation_folder import PROMPTS, EvaluationFolder
 from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights
 from megatron_rl.reporting.answer_file import AnswerRow
 from megatron_rl.reporting.evaluation import evaluation_table
-from megatron_rl.reporting.figures import draw_pass_at_k
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.rows.experience import Response, Responses
@@ -211,16 +210,13 @@ def _row(step: int, number: int, response: Response) -> AnswerRow:
         "reward": response.score.reward,
         "tokens": len(response.completion.token_ids),
         "truncated": response.completion.truncated,
+        "problem": response.score.problem,
     }
 
 
 def _finished(folder: EvaluationFolder, weights: Sequence[Weights]) -> str:
-    """Metrics and figure are written; the table, and where everything is."""
+    """Metrics are written; the table, and where everything is."""
     for each in weights:
         folder.file(each).finish()  # of one whose last portion came just before a kill
     rows = folder.write_metrics()
-    places = [METRICS, "responses/"]
-    if folder.pass_at:
-        figure = draw_pass_at_k(folder.path / METRICS, folder.path / "pass_at_k.png")
-        places.append(figure.name)
-    return f"{evaluation_table(rows)}\nfinished: {folder.path} ({', '.join(places)})"
+    return f"{evaluation_table(rows)}\nfinished: {folder.path} ({METRICS}, responses/)"

@@ -173,8 +173,11 @@ def shown(groups: Groups, *, scored: bool) -> str:
             lines.append(_labeled("expected", prompt.answer))
         lines.append("")
     if scored:
-        correct = [response.score.correct for group in groups for response in group]
-        lines.append(f"{sum(correct)} of {len(correct)} answers are correct")
+        scores = [response.score for group in groups for response in group]
+        correct = [score.correct for score in scores if score.problem is None]
+        unjudged = len(scores) - len(correct)
+        rest = f"; {unjudged} more have no verdict" if unjudged else ""
+        lines.append(f"{sum(correct)} of {len(correct)} answers are correct{rest}")
     return "\n".join(lines)
 
 
@@ -184,6 +187,8 @@ def _verdict(response: Response, *, scored: bool) -> str:
     words = f"({num_tokens} tokens{end})"
     if not scored:
         return words
+    if response.score.problem is not None:
+        return f"{words} no verdict: {response.score.problem}"
     judged = "correct" if response.score.correct else "wrong"
     return f"{words} {judged}, reward {response.score.reward:g}"
 

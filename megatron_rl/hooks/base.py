@@ -6,6 +6,8 @@ What holds whatever a hook does:
 - It is called once a step, on rank 0, with all groups of the step in canonical order, after dynamic
   sampling. Its answer is sent to every rank, so that ranks agree even where a hook asks a service
   or draws random numbers.
+- Responses without a verdict are gone already (``reward.on_problem=exclude``), so that groups may
+  differ in size.
 - Prompts, tokens, logprobs, texts and verdicts (``score.correct``) stay as they are: responses
   are frozen, and only what ``RolloutEdit`` can say is applied. Evaluation is not hooked.
 - A dropped group leaves the step as if it had not been sampled; it is not replaced.
@@ -92,10 +94,21 @@ def rollout_hook(name: str) -> Hook:
 
 
 class ScoredGroup(NamedTuple):
-    """A prompt and the verdicts on its responses."""
+    """A prompt and the verdicts on its responses; ``num_unjudged``: responses without one."""
 
     prompt: Prompt
     scores: Sequence[Score]
+    num_unjudged: int = 0
+
+    @classmethod
+    def of(cls, prompt: Prompt, scores: Sequence[Score]) -> ScoredGroup:
+        """``scores``: of all responses."""
+        judged = [score for score in scores if score.problem is None]
+        return cls(prompt, judged, len(scores) - len(judged))
+
+    @property
+    def num_responses(self) -> int:
+        return len(self.scores) + self.num_unjudged
 
     @property
     def num_correct(self) -> int:

@@ -68,7 +68,7 @@ class Vcrl:
             keep[variances.index(max(variances))] = True
         self._asked = set(chosen)
         self._note([group for group, kept in zip(groups, keep, strict=True) if kept])
-        asks = [Ask(self.bank[uid][1], len(groups[0].scores)) for uid in chosen]
+        asks = [Ask(self.bank[uid][1], groups[0].num_responses) for uid in chosen]
         metrics = {
             "variance_mean": sum(variances) / len(variances),
             "refused_groups": keep.count(False),
@@ -133,7 +133,7 @@ class Dars:
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         asks = []
         for number, group in enumerate(groups):
-            room = min(self.extra, self.max_responses - len(group.scores))
+            room = min(self.extra, self.max_responses - group.num_responses)
             if group.num_correct < self.target and room > 0:
                 asks.append(Ask(group.prompt, room, into=number))
         short = sum(group.num_correct < self.target for group in groups)
@@ -177,7 +177,7 @@ class Erpo:
         num_residual = 0
         for group in (*groups, *self._refused):
             uid = group.prompt.uid
-            if group.num_correct == len(group.scores):
+            if group.scores and group.num_correct == len(group.scores):
                 self.visits[uid] = self.visits.get(uid, 0) + 1
                 num_residual += 1
             else:

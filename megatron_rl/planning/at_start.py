@@ -1,4 +1,4 @@
-"""The memory plan at the start of a run: said, and enforced, before anything is built."""
+"""The memory plan at the start of a run: logged, and enforced, before anything is built."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron_rl.loss import Method
 from megatron_rl.models import read_architecture
 from megatron_rl.planning import memory
 from megatron_rl.planning.advice import describe, problems
+from megatron_rl.planning.balance import idle_warning
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.phases import MemoryBudget
 from megatron_rl.planning.workload import workload
@@ -22,13 +23,14 @@ from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
+from megatron_rl.signals import signals_of
 from megatron_rl.weight_sync.fleet.weight_history import NUM_VERSIONS
 
 logger = logging.getLogger(__name__)
 
 
 def check_memory(config: Config, world: World) -> None:
-    """Collective: logs what a rank will hold, and refuses what does not fit.
+    """Collective: logs what a rank will hold, refuses what does not fit, warns of idle ranks.
 
     The smallest device of the launch decides; rank 0 logs.
 
@@ -44,6 +46,8 @@ def check_memory(config: Config, world: World) -> None:
         raise ConfigError(too_large, "the memory plan (memory.enforce=false starts anyway)")
     for problem in too_large:
         logger.warning("memory.enforce = False, though %s", problem)
+    if warning := idle_warning(config, world.size):
+        logger.warning("%s", warning)
 
 
 def plan(
@@ -63,7 +67,7 @@ def plan(
         world_size,
         work=WorkModel.of(arch),
         fused=fused,
-        keep_reference=method.needs.ref_logprobs,
+        keep_reference=signals_of(method, config.seed).needs("ref"),
     )
     stages = memory.plan(
         arch, config.parallel, config.precision, config.rollout, load, budget.device_gib

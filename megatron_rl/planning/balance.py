@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import logging
 
 import numpy as np
 
 from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
-
-logger = logging.getLogger(__name__)
 
 IDLE_LIMIT = 0.15  # share of the ranks' time
 _SPREAD = 0.9  # standard deviation of the logarithm of a response's length
@@ -59,10 +56,3 @@ def idle_warning(config: Config, world_size: int) -> str | None:
         f" some {100 * idle:.0f} % of its time (lengths with a long tail assumed); raise it to"
         f" {enough}, or give the ranks to parallel.context or parallel.tensor"
     )
-
-
-def warn_of_idle_ranks(config: Config, world_size: int) -> None:
-    """Logs ``idle_warning``."""
-    warning = idle_warning(config, world_size)
-    if warning is not None:
-        logger.warning("%s", warning)

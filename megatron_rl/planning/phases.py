@@ -74,18 +74,23 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     On a CPU everything at all times, for there nothing leaves by moving; what ``memory.offload``
     names is held twice, and so is what of a checkpoint is still to be written.
     """
+    copies = ("reference", *host_copies(config))
+    # Without ``background`` the host has two blocks of it at a time, which count as nothing.
+    written = ("checkpoint_copy",) if config.checkpoint.background else ()
     if kind == "cpu":
-        held = (*STATES, *_PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))
-        return {"the run": (*held, *_checkpoint_copy(config))}
-    return {**_device_phases(config), **_host_phases(config)}
+        return {"the run": (*STATES, *_PASSES, *ENGINE_ON_CPU, *copies, *written)}
+    if config.rollout.sleep_level == 1:
+        copies += ("engine_backup",)
+    # The reference is written from a second copy, in ordinary memory.
+    on_host = {"host copies": copies, "checkpoint": (*copies, "reference", *written)}
+    return _device_phases(config) | on_host
 
 
 def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     offload = config.memory.offload
-    kept = tuple(state for state in STATES if state not in offload)
     training = [*STATES, "fp8_copies", *_PASSES]
-    sync = [state for state in STATES if state in kept or state == "weights"]
-    generation = [*kept]
+    generation = [state for state in STATES if state not in offload]
+    sync = [state for state in STATES if state in generation or state == "weights"]
     # The caches of layers go with the first state that leaves: weights leave after the weight sync,
     # the others before it.
     if not set(offload) - {"weights"}:
@@ -100,11 +105,8 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     generation += ENGINE
     if _quantized_at_end(config):
         sync.append("engine_unquantized")
-    return {
-        "training": tuple(training),
-        "weight sync": tuple(sync),
-        "generation": tuple(generation),
-    }
+    phases = {"training": training, "weight sync": sync, "generation": generation}
+    return {phase: tuple(parts) for phase, parts in phases.items()}
 
 
 def _quantized_at_end(config: Config) -> bool:
@@ -116,26 +118,9 @@ def _quantized_at_end(config: Config) -> bool:
     return planned and rollout.quantization is not None and rollout.ranks > 1
 
 
-def _host_phases(config: Config) -> dict[str, tuple[str, ...]]:
-    backup = ("engine_backup",) if config.rollout.sleep_level == 1 else ()
-    copies = ("reference", *host_copies(config), *backup)
-    # The reference is written from a second copy, in ordinary memory.
-    return {
-        "host copies": copies,
-        "checkpoint": (*copies, "reference", *_checkpoint_copy(config)),
-    }
-
-
-def _checkpoint_copy(config: Config) -> tuple[str, ...]:
-    """Without ``background`` the host has two blocks of it at a time, which count as nothing."""
-    return ("checkpoint_copy",) if config.checkpoint.background else ()
-
-
 def overhead_gib(phase: str, kind: str) -> float:
     """The memory held in ``phase`` besides tensors."""
-    if phase in ON_HOST:
-        return 0.0
-    return OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
+    return 0.0 if phase in ON_HOST else OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
 
 
 def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0.0) -> float:

@@ -34,10 +34,11 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("tokens", pa.int64()),
         ("truncated", pa.bool_()),
+        ("problem", pa.string()),  # why there is no verdict; null: there is one
     ]
 )
 _WEIGHTS = b"weights"
-_JUDGED = ["uid", "data_source", "correct", "reward", "tokens", "truncated", "extracted"]
+_JUDGED = ["uid", "data_source", "correct", "reward", "tokens", "truncated", "extracted", "problem"]
 _SUFFIX = ".parquet"
 
 AnswerRow = Mapping[str, Any]  # a value for each column of SCHEMA
@@ -120,6 +121,7 @@ class AnswerFile:
             lengths=np.array(values["tokens"], dtype=np.int64),
             truncated=np.array(values["truncated"], dtype=bool),
             extracted=values["extracted"],
+            has_verdict=np.array([problem is None for problem in values["problem"]], dtype=bool),
         )
 
     def _files(self) -> list[Path]:

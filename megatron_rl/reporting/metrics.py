@@ -27,6 +27,11 @@ TABLE: Mapping[str, Metric] = {
     ),
     "reward/std": Metric("population standard deviation of the same"),
     "reward/accuracy": Metric("share of responses whose accuracy reward is 1", "share"),
+    "reward/excluded_share": Metric(
+        "of the responses that the step looked at, those whose verifier failed: they have left the"
+        " step (reward.on_problem=exclude)",
+        "share",
+    ),
     "reward/part/": Metric("mean of one part of the reward, before its weight"),
     "rollout/response_tokens_mean": Metric("mean response length", "tokens"),
     "rollout/response_tokens_correct_mean": Metric(
@@ -75,6 +80,21 @@ TABLE: Mapping[str, Metric] = {
         "servers only: requests that went to another server, since the start", "requests"
     ),
     "hook/": Metric("NAME/KEY: what the rollout hook NAME reports of the step"),
+    "tokens/trained": Metric(
+        "sampled tokens in the loss of the step; with the four below all that were sampled (partial"
+        " rollouts: in the step that trains them)",
+        "tokens",
+    ),
+    "tokens/filtered": Metric("of responses that a filter of the method leaves out", "tokens"),
+    "tokens/no_verdict": Metric(
+        "of responses without a verdict, and of groups that are too small without them", "tokens"
+    ),
+    "tokens/dropped": Metric("of groups that rollout hooks have dropped", "tokens"),
+    "tokens/unused": Metric(
+        "of groups that dynamic sampling refused, sampled ahead and not needed, or beyond the end"
+        " of a step of partial rollouts",
+        "tokens",
+    ),
     "credit/": Metric("statistics of the advantage estimation, see the method's card"),
     "loss/total": Metric("policy loss + KL loss - entropy bonus, mean over the optimizer steps"),
     "loss/": Metric("one term of the same"),
@@ -133,6 +153,11 @@ TABLE: Mapping[str, Metric] = {
         " extracted answer is correct, where N > 1 responses have them; KEY/SOURCE: of one data"
         " source, in the rows of megatron_rl.evaluate"
     ),
+    "eval/excluded_share": Metric(
+        "held-out responses whose verifier failed, where there are any: they count in no accuracy,"
+        " reward, pass@k or vote",
+        "share",
+    ),
     "eval/accuracy": Metric("share of held-out responses whose accuracy reward is 1", "share"),
     "eval/accuracy/": Metric("the same, of one data source", "share"),
     "eval/reward_mean": Metric("mean total reward of held-out responses"),
@@ -156,8 +181,8 @@ TABLE: Mapping[str, Metric] = {
         "response tokens of the step / seconds of the whole step", "tokens/s"
     ),
     "throughput/unused_tokens_share": Metric(
-        "of all sampled tokens, those of no response of the step: groups that were not wanted, or"
-        " sampled ahead and not needed, or beyond the end of a step of partial rollouts",
+        "of all sampled tokens, those of no response of the step: tokens/no_verdict, dropped and"
+        " unused",
         "share",
     ),
     "memory/rss_gib": Metric("resident memory of rank 0", "GiB"),

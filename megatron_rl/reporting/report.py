@@ -20,6 +20,8 @@ _ROWS = {
     "time/step_s": ("step [s]", "{:.2f}"),
 }
 
+_EXCLUDED = "reward/excluded_share"
+
 
 def report(metrics_jsonl: Path) -> str:
     """First and last value of each headline metric, and their difference.
@@ -44,6 +46,7 @@ def report(metrics_jsonl: Path) -> str:
         raise ValueError(
             f"{metrics_jsonl}: has none of the metrics of the report; let the run finish a step"
         )
+    lines += _excluded(rows)
     lines += _skipped(rows)
     return table([("metric", "first @ step", "last @ step", "change"), *lines])
 
@@ -57,6 +60,17 @@ def _change(first: float | None, last: float | None, form: str) -> str:
         return ""
     sign = "+" if last >= first else "-"
     return sign + form.format(abs(last - first))
+
+
+def _excluded(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
+    """A line with the mean share of responses without a verdict, and the step with most of them."""
+    present = {row["step"]: row[_EXCLUDED] or 0.0 for row in rows if _EXCLUDED in row}
+    if not present:
+        return []
+    step, most = max(present.items(), key=lambda item: item[1])
+    highest = f"most {most:.1%} @ {step}" if most else ""
+    mean = sum(present.values()) / len(present)
+    return [("responses without a verdict", "", f"mean {mean:.1%}", highest)]
 
 
 def _skipped(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:

@@ -12,6 +12,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.reading import Data
+from megatron_rl.engine.arguments import served_settings
 from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.engine.serving.client import (
@@ -38,6 +39,7 @@ from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import Rollouts, source_rules
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.device import device
@@ -90,6 +92,7 @@ class SourceParts:
             stream=PromptStream(self.loader),
             plan=plan,
             wants_group=self.method.wants_group,
+            verdicts=VerdictRules(self.method.config.min_group, config.reward.max_excluded_share),
             demonstrations=self.demonstrations,
         )
 
@@ -126,7 +129,8 @@ def build_served(config: Config, world: World, display: Display, parts: SourcePa
     server_parts = _server_parts(config, parts, secret)
 
     def backend(saved: Mapping[str, Any] | None) -> ServerBackend:
-        return ServerBackend(job, server_parts, Registry(folder), saved)
+        registry = Registry(folder, settings=served_settings(config.rollout))
+        return ServerBackend(job, server_parts, registry, saved)
 
     served = ServedParts(
         world=world,

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from megatron_rl.rollouts.demonstrations import Demonstrations
 from megatron_rl.rollouts.prompts import PromptStream
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.rollouts.store import ResponseStore
 from megatron_rl.scheduling.end_of_step import EndOfStep, StepRules
@@ -46,12 +47,13 @@ class GenerationJob(Protocol):
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """The steps of a run."""
+    """The steps of a run. ``verdicts``: what becomes of responses without one."""
 
     rules: StepRules
     stream: PromptStream
     plan: SamplingPlan
     wants_group: Callable[[Sequence[bool]], bool]
+    verdicts: VerdictRules
     demonstrations: Demonstrations | None = None
     store: ResponseStore = field(default_factory=ResponseStore)
 
@@ -74,7 +76,7 @@ class TrainingJob:
         return None if known is None else known.get(prompt, response)
 
     def wants(self, scores: Sequence[Score]) -> bool:
-        return self.wants_group([score.correct for score in scores])
+        return self.wants_group([score.correct for score in scores if score.problem is None])
 
     def forget(self, groups: Iterable[int]) -> None:
         self.store.forget(groups)

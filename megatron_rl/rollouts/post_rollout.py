@@ -43,6 +43,7 @@ class PostRollout:
     def __call__(self, step: int, responses: Responses, clock: Clock) -> Experience:
         """Collective. Raises ValueError when a rollout hook failed."""
         metrics: Mapping[str, float] = {}
+        num_tokens = responses.num_sampled_tokens
         if self.after_scoring is not None:
             with clock("reward"):
                 everything = self.shown(responses, range(len(responses)))
@@ -52,7 +53,12 @@ class PostRollout:
                 metrics = edit.metrics
         self.log(step, responses)
         experience = experience_of(responses)
-        return replace(experience, hook_metrics=metrics, seconds=clock.seconds)
+        return replace(
+            experience,
+            hook_metrics=metrics,
+            seconds=clock.seconds,
+            dropped_tokens=num_tokens - responses.num_sampled_tokens,
+        )
 
     def log(self, step: int, responses: Responses) -> None:
         """Collective."""

@@ -19,6 +19,7 @@ from megatron_rl.rollouts.rows.exchange import token_rows, token_versions
 from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.rollouts.rows.partials import of_all_rows, response_maxima, response_sums
+from megatron_rl.rollouts.rows.verdicts import excluded_share
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.end_of_step import StepRules
@@ -90,7 +91,8 @@ class Rollouts:
         they show what the policy answered.
 
         Raises:
-            ValueError: no group was wanted, or a rollout hook failed.
+            ValueError: no group was wanted, too many responses have no verdict, or a rollout hook
+                failed.
         """
         clock = Clock()
         summary, prompts, completions, refused = self.engines.step(step, clock)
@@ -103,21 +105,32 @@ class Rollouts:
                 with_versions=self.engines.has_versions,
             )
         groups = summary.groups
+        self._excluded_share(step, responses, summary)
         if not groups.groups:
             self.post.log(step, responses)
             raise ValueError(none_wanted(step, groups.num_refused))
         plan = self.job.plan
         again = plan.ask_again(self.engines, step, responses, clock, refused)
-        experience = self.post(step, again.responses if again else responses, clock)
+        everything = again.responses if again else responses
+        share = self._excluded_share(step, everything, summary)
+        judged = self.job.verdicts.judged(everything)
+        if not len(judged):
+            raise ValueError(
+                f"step {step}: no group has {self.job.verdicts.min_group} responses with a verdict;"
+                " correct the verifier or its limits"
+            )
+        experience = self.post(step, judged, clock)
         looked_at = len(groups.groups) + groups.num_refused
         metrics = dict(summary.metrics)
         if self.engines.has_versions:
-            metrics |= age_metrics(step, again.responses if again else responses, self.world)
+            metrics |= age_metrics(step, judged, self.world)
         experience = replace(
             experience,
             discarded_groups=groups.num_refused,
             tries=-(-looked_at // self.job.rules.groups_per_step),
             unused_tokens=summary.discarded_tokens,
+            excluded_tokens=everything.num_sampled_tokens - judged.num_sampled_tokens,
+            excluded_share=share,
             source_metrics=metrics,
             annealing=plan.of_step(step).annealing,
         )
@@ -129,6 +142,17 @@ class Rollouts:
                 lambda: record.write(step, experience, groups.groups, groups.start)
             )
         return experience
+
+    def _excluded_share(self, step: int, responses: Responses, summary: StepSummary) -> float:
+        """Of all that the step looked at; ValueError as of ``excluded_share``."""
+        scores = [score for _, of_group in summary.refused.values() for score in of_group]
+        if summary.groups.groups:  # else the responses are some of those that were refused
+            scores += responses.scores
+        try:
+            return excluded_share(scores, self.job.verdicts.max_excluded_share, f"step {step}")
+        except ValueError:
+            self.post.log(step, responses)
+            raise
 
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
         """Collective, inside ``generation``: ``sampling.num_responses`` scored responses to each of
@@ -212,7 +236,7 @@ class SampledStep(NamedTuple):
                 assert completion is not None, f"rank {rank} lacks the tokens of answer {number}"
                 completions.append(completion)
         refused = [
-            ScoredGroup(job.prompt(group, visit), scores)
+            ScoredGroup.of(job.prompt(group, visit), scores)
             for group, (visit, scores) in summary.refused.items()
         ]
         return cls(summary, prompts, completions, refused)
@@ -279,8 +303,8 @@ def age_metrics(step: int, responses: Responses, world: World) -> dict[str, floa
 
 def step_rules(method: Method, prompts_per_step: int, responses_per_prompt: int) -> Rules:
     """Which groups a step trains, of responses by its own weights."""
-    needs = method.needs
-    limit = needs.max_sampling_tries * prompts_per_step if needs.dynamic_sampling else None
+    filtered = method.config.filters.dynamic_sampling is not None
+    limit = method.max_sampling_tries * prompts_per_step if filtered else None
     return Rules(prompts_per_step, responses_per_prompt, limit)
 
 
@@ -306,7 +330,7 @@ def source_rules(method: Method, sizes: Any, source: Any) -> StepRules:
         rules.responses_per_group,
         partial.groups_in_flight,
         partial.max_age,
-        max_rounds=method.needs.max_sampling_tries if rules.is_filtered else None,
+        max_rounds=method.max_sampling_tries if rules.is_filtered else None,
         staleness=source.staleness,
         lockstep=lockstep,
     )

@@ -43,7 +43,10 @@ _GIB = 2**30
 _TOKENS = ("token_ids", "sampler_logprobs")
 _ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
 # Of an experience before it is scored, beside its responses.
-_REST = ("discarded_groups", "tries", "unused_tokens", "hook_metrics", "source_metrics")
+_REST = (
+    *("discarded_groups", "tries", "unused_tokens", "dropped_tokens", "excluded_tokens"),
+    *("excluded_share", "hook_metrics", "source_metrics"),
+)
 logger = logging.getLogger(__name__)
 
 

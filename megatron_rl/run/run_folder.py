@@ -24,7 +24,7 @@ from megatron_rl.checkpoints.directory import later_steps, prune, step_path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
 from megatron_rl.protocols import Policy, RolloutSource, Saving
-from megatron_rl.reporting.figures import draw_curves
+from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import archive_rows, replace_text
@@ -34,7 +34,7 @@ from megatron_rl.reporting.sinks import (
     MetricsFile,
     tensorboard_writer,
 )
-from megatron_rl.reporting.wandb_run import WandbMode, WandbRun, WandbSettings
+from megatron_rl.reporting.wandb_run import WandbRun
 from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.run.best import Scores
 from megatron_rl.run.preflight import claim
@@ -246,6 +246,8 @@ class RunFolder:
                     "correct": response.score.correct,
                     "truncated": response.completion.truncated,
                 }
+                if response.score.problem is not None:
+                    row["problem"] = response.score.problem
                 file.write(json.dumps(row) + "\n")
 
     def request_requeue(self, step: int) -> None:
@@ -292,21 +294,9 @@ class RunFolder:
         if wanted.tensorboard:
             self._writers.append(tensorboard_writer(self.path))
         if wanted.wandb != "disabled":
-            settings = self._wandb_settings(wanted.wandb)
             earlier = read_metrics(self.path / METRICS) if start.step else []
-            self._wandb = WandbRun(self.path, settings, self._record, earlier)
+            self._wandb = WandbRun(self.path, config, self._record, earlier)
             self._writers.append(self._wandb)
-
-    def _wandb_settings(self, mode: WandbMode) -> WandbSettings:
-        wanted = self._config.logging
-        return WandbSettings(
-            project=wanted.wandb_project,
-            mode=mode,
-            name=wanted.wandb_name or self.path.resolve().name,
-            group=wanted.wandb_group,
-            job_type=wanted.wandb_job_type,
-            tags=(self._config.method.name, f"seed={self._config.seed}", *wanted.wandb_tags),
-        )
 
     def _close(self, *, failed: bool = False) -> None:
         """Ends the logs that do not write each line at once (rank 0)."""

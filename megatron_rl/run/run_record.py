@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from megatron_rl.config.keys import within
+from megatron_rl.config.keys import flat, within
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import sources
 
@@ -61,6 +61,7 @@ RUNTIME = (
     "reward.step_timeout_s",
     "reward.function_timeout_s",
     "reward.memory_gib",
+    "reward.max_excluded_share",
     "reward.num_workers",
 )
 # Everything in and below these may change. Model and data have rules of their own.
@@ -219,18 +220,6 @@ def _content(
             yield Difference(key, before[key], now[key])
     if known and not changed:
         yield Difference(f"content of {section}", before[fingerprint], now[fingerprint])
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves under dotted names.
-
-    Example: ``{"a": {"b": 1}, "c": [2]}`` gives ``("a.b", 1), ("c", [2])``.
-    """
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def listed(changes: Sequence[Difference]) -> str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.sweeping.trials import Trial
 
@@ -76,23 +77,11 @@ class Slurm:
         Raises:
             ValueError: there is no squeue, or it fails.
         """
-        try:
-            done = subprocess.run(
-                ["squeue", "--me", "--noheader", "--format=%i %k"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except FileNotFoundError:
-            raise ValueError("squeue: no such program on this machine") from None
-        if done.returncode:
-            raise ValueError(f"squeue: {done.stderr.strip() or done.returncode}")
-        found = []
-        for line in done.stdout.splitlines():
-            job, _, comment = line.partition(" ")  # a comment has spaces of its own
-            if comment.strip() == self._comment:
-                found.append(job)
-        return found
+        words = ["squeue", "--me", "--noheader", "--format=%i %k"]
+        done = run(words, stdout=subprocess.PIPE, text=True)
+        # A comment has spaces of its own.
+        jobs = [line.partition(" ") for line in done.stdout.splitlines()]
+        return [job for job, _, comment in jobs if comment.strip() == self._comment]
 
     def new_file(self) -> Path:
         """A name that no earlier array uses: its tasks read their lines when they start."""
@@ -122,15 +111,18 @@ def write_trials(file: Path, trials: Sequence[Trial]) -> None:
         stream.writelines(lines)
 
 
-def submit(words: Sequence[str]) -> None:
-    """Runs sbatch; what it says is on the console.
+def run(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program of Slurm; its output is on the console, unless ``how`` says otherwise.
 
     Raises:
-        ValueError: there is no sbatch, or it refuses.
+        ValueError: there is no such program, or it refuses.
     """
     try:
-        code = subprocess.run(words, check=False).returncode
+        done = subprocess.run(words, check=False, **how)
     except FileNotFoundError:
         raise ValueError(f"{words[0]}: no such program on this machine") from None
-    if code:
-        raise ValueError(f"sbatch ended with exit code {code}; nothing was submitted")
+    if done.returncode:
+        raise ValueError(
+            f"{words[0]} ended with exit code {done.returncode}; nothing was submitted"
+        )
+    return done

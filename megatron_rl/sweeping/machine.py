@@ -55,9 +55,3 @@ def cut(
     if nproc > 1 or _THREADS in environment:
         return [{} for _ in range(parallel)]
     return [{_THREADS: str(max(1, num_cores // parallel))} for _ in range(parallel)]
-
-
-def environment(share: Share, error_file: str) -> dict[str, str]:
-    """The variables of a run: those of the sweep, its share, and where torchrun leaves the message
-    of the rank that failed first."""
-    return {**os.environ, **share, "TORCHELASTIC_ERROR_FILE": error_file}

@@ -83,14 +83,14 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     start = folder.prepare(data_fingerprint(loader.state()))
     if config.logging.rank_files and not world.is_main:
         rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
-    world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
+    world.from_main(lambda: check_before_build(config, start, signals.needs("ref")))
     with display.phase("preparing what the method reads", announced=False):
         setup = SignalSetup(Path(config.model.path), Path(config.run_dir), vision, world)
         data = signals.prepare(data, setup)
     loader = training_stream(data, config)
     with display.phase("building the policy", name="policy"):
         fresh = start.checkpoint is None
-        policy = build_policy(config, method, signals, vision, read_weights=fresh)
+        policy = build_policy(config, signals, vision, read_weights=fresh)
     decode = text_of(tokenizer)
     parts = SourceParts(
         policy=policy,
@@ -131,7 +131,9 @@ def build_with_engines(
     multimodal = multimodal_config([*data.train_prompts, *data.held_out_prompts], parts.vision)
     with display.phase("building the rollout engine", name="engine"):
         engine, weight_sync = build_engine(config, world, policy, multimodal)
-    memory = build_colocation(config, policy, engine)
+    # Policy and sleeping engine are on one device, which the policy has.
+    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
+    memory = Colocation(policy, engine, config.memory.offload, ledger)
     weight_sync = ColocatedSync(weight_sync, memory)
     check = build_logprob_check(config, world, parts, engine)
     if check is not None:
@@ -146,11 +148,11 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
         ValueError: the groups are too small for it, or what it reads cannot be given.
     """
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    if config.batch.responses_per_prompt < method.needs.min_group:
+    if config.batch.responses_per_prompt < config.method.min_group:
         raise ValueError(
             f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method"
             f" {method.name} compares the responses of a prompt and needs at least"
-            f" {method.needs.min_group}"
+            f" {config.method.min_group}"
         )
     signals = signals_of(method, config.seed)
     signals.check(data.train_prompts, config)
@@ -172,23 +174,18 @@ def build_demonstrations(
 def build_post_rollout(
     config: Config, world: World, folder: RunFolder, decode: Decode
 ) -> PostRollout:
+    hooks = {name: hook for name, hook in config.rollout_hooks.items() if not hook.resamples}
     return PostRollout(
         shown=partial(on_main, decode=decode, world=world),
-        after_scoring=build_hooks(config, world),
+        # None where there is none: rank 0 then gets no tokens but those it trains on and logs.
+        after_scoring=RolloutHooks(hooks, world) if hooks else None,
         log_samples=folder.log_samples,
         num_samples=config.logging.log_samples,
     )
 
 
-def build_hooks(config: Config, world: World) -> RolloutHooks | None:
-    """None where there is none: rank 0 then gets no tokens but those it trains on and logs."""
-    functions = {name: hook for name, hook in config.rollout_hooks.items() if not hook.resamples}
-    return RolloutHooks(functions, world) if functions else None
-
-
 def build_policy(
     config: Config,
-    method: Method,
     signals: Signals,
     vision: VisionProcessor | None = None,
     read_weights: bool = True,
@@ -196,26 +193,32 @@ def build_policy(
     """Collective. The policy, with the weights of ``model.path`` or those a checkpoint brings."""
     if not read_weights:
         logger.info("policy: the weights are those of the checkpoint, the model is not read")
+    settings = policy_settings(config, signals, vision, read_weights)
+    return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
+
+
+def policy_settings(
+    config: Config,
+    signals: Signals,
+    vision: VisionProcessor | None = None,
+    read_weights: bool = True,
+) -> PolicySettings:
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    longest += signals.extra_tokens
-    settings = PolicySettings(
+    # Of plain sequences: half of its tokens where a micro-batch has each sequence once more.
+    tokens_per_microbatch = (
+        config.batch.tokens_per_microbatch // config.method.sequences_per_response
+    )
+    return PolicySettings(
         temperature=rollout.temperature,
-        keep_reference=method.needs.ref_logprobs or signals.needs("ref"),
+        keep_reference=signals.needs("ref"),
         total_optimizer_steps=num_optimizer_steps(config),
-        max_sequence_tokens=longest,
-        tokens_per_microbatch=tokens_per_microbatch(config),
+        max_sequence_tokens=longest + signals.extra_tokens,
+        tokens_per_microbatch=tokens_per_microbatch,
         share_prompts=config.batch.share_prompts,
         image_processor=vision,
         read_weights=read_weights,
     )
-    return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
-
-
-def tokens_per_microbatch(config: Config) -> int:
-    """The tokens of plain sequences that a micro-batch may have: half of its tokens where each
-    sequence is seen once more."""
-    return config.batch.tokens_per_microbatch // config.method.sequences_per_response
 
 
 def build_learner(
@@ -227,24 +230,19 @@ def build_learner(
 ) -> Learner:
     """The learner and what watches over it."""
     fp8 = config.precision.fp8
+    write = partial(write_bundle, config, world, policy)
     return Learner(
         policy=policy,
         method=method,
         signals=signals,
-        health=Health(
-            config.nonfinite, config.mismatch_limits, partial(write_bundle, config, world, policy)
+        health=Health(config.nonfinite, config.mismatch_limits, write),
+        plan=MinibatchPlan(
+            prompts_per_minibatch=config.batch.prompts_per_minibatch,
+            epochs_per_rollout=config.trainer.epochs_per_rollout,
+            seed=config.seed,
         ),
-        plan=build_minibatch_plan(config),
         placement=Placement(policy.batching, world),
         update_matches_score=fp8 is None or fp8.logprobs == "same",
-    )
-
-
-def build_minibatch_plan(config: Config) -> MinibatchPlan:
-    return MinibatchPlan(
-        prompts_per_minibatch=config.batch.prompts_per_minibatch,
-        epochs_per_rollout=config.trainer.epochs_per_rollout,
-        seed=config.seed,
     )
 
 
@@ -267,12 +265,6 @@ def build_engine(
     engine.sleep()
     policy.reload()
     return engine, weight_sync
-
-
-def build_colocation(config: Config, policy: MegatronPolicy, engine: VllmEngine) -> Colocation:
-    """Policy and sleeping engine on one device, which the policy has."""
-    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
-    return Colocation(policy, engine, config.memory.offload, ledger)
 
 
 def build_sync(

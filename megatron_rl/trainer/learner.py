@@ -75,7 +75,7 @@ class Learner:
         What comes back without old logprobs is ``on_policy``: decided here and nowhere else.
         """
         experience = self._with_num_sampled(self.placement.to_owners(experience))
-        if self.method.needs.ref_logprobs or self.signals.needs("ref"):
+        if self.signals.needs("ref"):
             experience = replace(experience, ref=self._scores(experience, reference=True))
         if self.signals.needs("old"):  # the credit is computed from old logprobs
             experience = replace(experience, old=self._scores(experience))
@@ -128,7 +128,7 @@ class Learner:
     def _shaped_rewards(self, experience: Experience) -> Float[Tensor, " responses"]:
         """Where the method reads token ids, each response is looked at by its owner."""
         lengths = experience.sequences.response_lengths
-        if not self.method.needs.token_ids:
+        if not self.method.reads_token_ids:
             return self.method.shape_rewards(experience.rewards, lengths, experience.truncated)
         tokens = experience.responses.tokens
         here = torch.from_numpy(tokens.rows)

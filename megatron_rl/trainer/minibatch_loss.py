@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.loss import Method, TokenBatch
-from megatron_rl.passes import LocalBatch, LossOutput, TokenView, UpdateResult
+from megatron_rl.loss import LossOutput, Method, TokenBatch
+from megatron_rl.passes import LocalBatch, TokenView, UpdateResult
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.signals import Signals
@@ -92,7 +92,7 @@ class MinibatchLoss:
         if loss_mask is None:
             loss_mask = torch.ones_like(view.logprobs, dtype=torch.bool)
         of_tokens = {name: tokens(values) for name, values in self._token_columns.items()}
-        result = self._method.loss(
+        return self._method.loss(
             TokenBatch(
                 logprobs=view.logprobs,
                 old_logprobs=old_logprobs,
@@ -109,7 +109,6 @@ class MinibatchLoss:
             sequence_sum=view.sequence_sum,
             sequence_gather=view.sequence_gather,
         )
-        return LossOutput(loss=result.loss, metrics=result.metrics)
 
 
 def _read_by(method: Method, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchEngi
 from megatron_rl.rollouts.demonstrations import Demonstrations, encoder
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import Rollouts, step_rules
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
@@ -47,6 +48,7 @@ def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
         source.job,
         rules=step_rules(method, batch.prompts_per_step, batch.responses_per_prompt),
         wants_group=method.wants_group,
+        verdicts=VerdictRules(method.needs.min_group, config.reward.max_excluded_share),
         stream=PromptStream(source.job.stream._loader),
         demonstrations=demonstrations_of(config) if has_demonstrations else None,
     )

@@ -29,6 +29,7 @@ from tests.trials.material import (
     plain_rows,
     small,
     toy,
+    toy_alone,
     write_model,
     write_rows,
 )
@@ -39,18 +40,20 @@ Row = Mapping[str, Any]
 
 
 def words_of(table: str, row: Row, folder: Path, material: Material) -> list[str]:
-    """The command line of a row; its files are written into ``folder``."""
+    """The command line of a row; its files are written into ``folder``, in place of the last's."""
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     more = [word.replace("{folder}", str(folder)) for word in row.get("set", ())]
     if row.get("bare") or "command" in row:
         return [word.replace("{llama}", str(material.model("llama"))) for word in more]
     run_dir = folder / "run"
-    if table == "config":
+    if table in ("config", "ranks"):
         if "config" in row:
             more += [f"model.path={changed_model('toy', row, folder, material)}"]
         if "make" in row:
             made(row, material.letters() / "data.jsonl", folder / "data.jsonl")
-        return toy(material, run_dir, *more)
+        start = toy if table == "ranks" else toy_alone
+        return start(material, run_dir, *more)
     if table == "data":
         return small(material.model("llama"), data_file(row, folder), run_dir, *more)
     model = changed_model(row.get("family", "llama"), row, folder, material)

@@ -6,6 +6,7 @@ All that a start reads and checks is the real thing; only what comes after it is
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import logging
@@ -20,7 +21,9 @@ import huggingface_hub.constants
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+import megatron_rl.trainer.build  # noqa: F401 (here: once for the ranks of all tables)
 from megatron_rl import train
+from megatron_rl.config import load
 from megatron_rl.config.cli.command_line import arguments
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -44,12 +47,16 @@ def play(table: str, rows: Mapping[str, Row], folder: Path, until: str) -> dict[
     world = launch.World(dist.get_rank(), size, dist.get_rank(), folder.name, None, size)
     launch.start = lambda: world  # the ranks of this call have joined already
     PARTS[until].__init__ = _reached(until)
-    material = Material(folder / "material")
+    # Most of a start is Hydra's. Rows of one folder and the same words are composed once.
+    composed = functools.cache(load.hydra_compose)
+    load.hydra_compose = lambda name, words: composed(name, tuple(words))
+    material, place = Material(folder / "material"), folder / "row"
     played = {}
     for name, row in rows.items():
-        words = world.from_main(lambda: words_of(table, row, folder / name, material))  # noqa: B023
+        words = world.from_main(lambda: words_of(table, row, place, material))  # noqa: B023
         played[name] = _started(row, words, size)
-        assert not (folder / name / "ran").exists(), f"{name}: code of the input was run"
+        assert not (place / "ran").exists(), f"{name}: code of the input was run"
+        dist.barrier()  # the next row's files take the place of this one's
     return played
 
 

@@ -12,9 +12,9 @@ from tests.ranks import call
 from tests.refusals.tables import TABLES
 from tests.trials.verdicts import Outcome, Refused, judge
 
-RANKS = {"config": 2, "data": 1, "model": 1}
+RANKS = {"config": 1, "data": 1, "model": 1, "ranks": 2}
 # Weights are read, and refused, by the policy itself.
-UNTIL = {"config": "policy", "data": "policy", "model": "engine"}
+UNTIL = {"config": "policy", "data": "policy", "model": "engine", "ranks": "policy"}
 ROWS = [(table, name) for table, rows in TABLES.items() for name in rows]
 
 

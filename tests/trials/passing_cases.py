@@ -15,7 +15,7 @@ def one_step(table: str, row: Row) -> Callable[[Place], Outcome]:
     def play(place: Place) -> Outcome:
         folder = place.folder / "input"
         words = words_of(table, row, folder, place.material)
-        start = place.command(torchrun(2, words)) if table == "config" else place.train(words)
+        start = place.command(torchrun(2, words)) if table == "ranks" else place.train(words)
         return looked_at(start, folder / "run")
 
     return play

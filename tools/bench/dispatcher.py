@@ -22,6 +22,7 @@ from megatron_rl.rollouts.dispatcher import Dispatcher, Ended, Event, Generation
 from megatron_rl.rollouts.jobs import TrainingJob
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import step_rules
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
@@ -85,6 +86,7 @@ def one_step(num_replicas: int, num_responses: int, method: str) -> tuple[int, f
         stream=PromptStream(PromptLoader(prompts, seed=1, shuffle=True)),
         plan=SamplingPlan(Sampling(PER_PROMPT, 8000), 1),
         wants_group=chosen.wants_group,
+        verdicts=VerdictRules(chosen.needs.min_group, 0.0),
     )
     backend = Formula(0)
     scheduler = Scheduler(job.rules)

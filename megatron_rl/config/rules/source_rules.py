@@ -12,6 +12,7 @@ _IMPORTANCE_WEIGHTS = ("tis", "icepop")
 
 def source_problems(config: Config) -> Iterator[str]:
     """What does not go together, one sentence each: key, value, remedy."""
+    yield from _truncated(config)
     yield from _with_hooks(config)
     if config.rollout.anneal.schedule is not None:
         yield from _with_annealing(config)
@@ -24,6 +25,18 @@ def source_problems(config: Config) -> Iterator[str]:
             f"source.staleness = {config.source.staleness}: colocated engines always sample with"
             " the newest weights; set it to 0, or source=servers"
         )
+
+
+def _truncated(config: Config) -> Iterator[str]:
+    """Training alone: ``evaluation.top_p`` is free, since nothing is trained on its responses."""
+    rollout = config.rollout
+    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
+        if value != off:
+            yield (
+                f"rollout.{key} = {value}: the sampler's probabilities are divided by the mass of"
+                " the tokens that it keeps, the policy's are not, so every importance ratio would"
+                f" be off by that mass; set rollout.{key}={off} (evaluation.top_p may stay)"
+            )
 
 
 def _with_servers(config: Config) -> Iterator[str]:

@@ -22,11 +22,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 import torch
 
 from megatron_rl.config.schema import Config, RolloutConfig
-from megatron_rl.engine.arguments import engine_arguments
+from megatron_rl.engine.arguments import engine_arguments, served_settings
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.requirements import require_vllm
 from megatron_rl.runtime.guard.parent import die_with_parent
-from megatron_rl.runtime.registry import FOLDER, Lease, run_secret
+from megatron_rl.runtime.registry import FOLDER, Lease, Registration, run_secret
 
 _ENDS_WITHIN_S = 10.0
 _HEALTH_S = 5.0
@@ -77,6 +77,8 @@ def _option(name: str, value: Any) -> list[str]:
         return [option, json.dumps(value)]
     if isinstance(value, bool):
         return [option if value else f"--no-{option[2:]}"]
+    if isinstance(value, list):
+        return [option, *map(str, value)]
     return [option, str(value)]
 
 
@@ -167,7 +169,8 @@ def serve(
             _refuse_ended(process, "did not start")
             time.sleep(1.0)
         name = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
-        lease = Lease(folder, name, url, address.lease_s)
+        settings = served_settings(config.rollout)
+        lease = Lease(folder, Registration(name, url, 0, address.lease_s, settings))
         logger.info("server %s: %s waits for a trainer in %s", name, url, run_dir)
         while lease.is_held:
             time.sleep(address.lease_s / _BEATS_A_LEASE)

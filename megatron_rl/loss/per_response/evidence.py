@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_rl.loss.batch import ResponseBatch
+from megatron_rl.loss.batch import ResponseBatch, given
 from megatron_rl.loss.segments import Segments
 
 
@@ -48,7 +48,7 @@ class Evidence:
 
     def column(self, name: str) -> Tensor:
         """What a signal gives under ``name``; a function that names it as an input is given it."""
-        return self.batch.columns[name]
+        return given(self.batch.columns.get(name), "ResponseBatch", name)
 
     @property
     def dtype(self) -> torch.dtype:

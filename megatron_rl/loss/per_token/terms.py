@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_rl.loss.batch import TokenBatch
+from megatron_rl.loss.batch import TokenBatch, given
 from megatron_rl.loss.per_token.whole_responses import SequenceGather, WholeResponses
 from megatron_rl.loss.segments import lifted
 
 SequenceSum = Callable[[Tensor], Tensor]
-# Properties of Terms that a batch may lack: who names one reads it, as if it were a column.
-OPTIONAL = ("entropy", "correct", "group_ids", "ref_logprobs")
+# Properties of Terms that a run has to give: who names one reads it, as if it were a column.
+OPTIONAL = ("entropy", "ref_logprobs")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ class Terms:
     @property
     def gap(self) -> Float[Tensor, " tokens"]:
         """old_logprobs - sampler_logprobs, 0 outside the mask, detached."""
-        assert self.batch.sampler_logprobs is not None
         old = lifted(self.batch.old_logprobs).to(self.dtype)
-        gap = old - lifted(self.batch.sampler_logprobs).to(self.dtype)
+        gap = old - lifted(self._field("sampler_logprobs")).to(self.dtype)
         return gap.masked_fill(~self.loss_mask, 0).detach()
 
     @property
@@ -68,7 +67,8 @@ class Terms:
     def column(self, name: str) -> Tensor:
         """What a signal gives under ``name``, floats in ``dtype``; of tokens 0 outside the mask."""
         per_token = name in self.batch.token_columns
-        values = self.batch.token_columns[name] if per_token else self.batch.columns[name]
+        columns = self.batch.token_columns if per_token else self.batch.columns
+        values = given(columns.get(name), "TokenBatch", name)
         if not values.is_floating_point():
             return values
         values = lifted(values).to(self.dtype)
@@ -80,20 +80,17 @@ class Terms:
 
     @property
     def correct(self) -> Bool[Tensor, " responses"]:
-        assert self.batch.correct is not None
-        return self.batch.correct
+        return self._field("correct")
 
     @property
     def group_ids(self) -> Int[Tensor, " responses"]:
         """Which prompt."""
-        assert self.batch.group_ids is not None
-        return self.batch.group_ids
+        return self._field("group_ids")
 
     @property
     def ref_logprobs(self) -> Float[Tensor, " tokens"]:
         """Of the reference, 0 outside the mask."""
-        assert self.batch.ref_logprobs is not None
-        logprobs = lifted(self.batch.ref_logprobs).to(self.dtype)
+        logprobs = lifted(self._field("ref_logprobs")).to(self.dtype)
         return logprobs.masked_fill(~self.loss_mask, 0)
 
     @property
@@ -103,6 +100,9 @@ class Terms:
         return WholeResponses(
             self.response_index, self.loss_mask, num_responses, self.sequence_gather
         )
+
+    def _field(self, name: str) -> Tensor:
+        return given(getattr(self.batch, name), "TokenBatch", name)
 
     def mean(self, values: Tensor) -> Float[Tensor, ""]:
         """Contribution to the mean over the loss tokens of the minibatch, detached."""

@@ -16,7 +16,7 @@ from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
 from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
-from megatron_rl.types import Prompt, Sampling
+from megatron_rl.types import Prompt, Sampling, Score
 
 # Of one hook in one step: more is a hook that does not come to an end.
 _MOST_ROUNDS = 64
@@ -43,7 +43,7 @@ class Resampled:
         """With what sampling hooks have dropped, and their metrics."""
         return replace(
             experience,
-            unused_tokens=experience.unused_tokens + self.dropped_tokens,
+            dropped_tokens=experience.dropped_tokens + self.dropped_tokens,
             hook_metrics={**self.metrics, **experience.hook_metrics},
         )
 
@@ -151,14 +151,14 @@ def _singles(
 
 def scored_groups(responses: Responses) -> list[ScoredGroup]:
     """What every rank knows of a step."""
-    groups: list[ScoredGroup] = []
+    groups: list[tuple[Prompt, list[Score]]] = []
     for prompt, group, score in zip(
         responses.prompts, responses.group_ids.tolist(), responses.scores, strict=True
     ):
         if group == len(groups):
-            groups.append(ScoredGroup(prompt, []))
-        groups[group] = ScoredGroup(groups[group].prompt, [*groups[group].scores, score])
-    return groups
+            groups.append((prompt, []))
+        groups[group][1].append(score)
+    return [ScoredGroup.of(prompt, scores) for prompt, scores in groups]
 
 
 def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) -> Responses:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from statistics import fmean
 
 import numpy as np
+import torch
 
 from megatron_rl.passes import TokenScores, UpdateResult
 from megatron_rl.rollouts.rows.annealed import temperature_metrics
@@ -54,6 +55,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(unbiased=False).item(),
         "reward/accuracy": correct.double().mean().item(),
+        "reward/excluded_share": experience.excluded_share,
         "rollout/response_tokens_mean": lengths.mean().item(),
         "rollout/response_tokens_max": lengths.max().item(),
         "rollout/truncated_share": experience.truncated[rows].double().mean().item(),
@@ -107,9 +109,20 @@ def token_metrics(experience: Experience, old: TokenScores, world: World) -> dic
 
 
 def credit_metrics(experience: Experience) -> dict[str, float]:
-    """What the method's credit says of a scored experience."""
-    assert experience.credit is not None
-    return {key: float(value) for key, value in experience.credit.metrics.items()}
+    """What the method's credit says of a scored experience, and what became of all sampled tokens:
+    those keys of ``tokens/`` sum to them."""
+    credit = experience.credit
+    assert credit is not None
+    sampled = experience.loss_tokens * torch.from_numpy(~experience.responses.given)
+    num_trained = int(sampled[credit.keep].sum())
+    return {
+        **{key: float(value) for key, value in credit.metrics.items()},
+        "tokens/trained": num_trained,
+        "tokens/filtered": int(sampled.sum()) - num_trained,
+        "tokens/no_verdict": experience.excluded_tokens,
+        "tokens/dropped": experience.dropped_tokens,
+        "tokens/unused": experience.unused_tokens,
+    }
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:

@@ -26,6 +26,7 @@ def problems(*overrides: str) -> list[str]:
     "overrides",
     [
         [],
+        ["evaluation.top_p=0.9", "evaluation.temperature=0.6"],
         ["source=servers"],
         ["source=servers", "source.staleness=1", *CORRECTED],
         [*FREE, *CORRECTED],
@@ -61,6 +62,11 @@ def test_what_goes_together(overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (
+            ["rollout.top_p=0.9"],
+            "rollout.top_p = 0.9: the sampler's probabilities are divided by the mass of the",
+        ),
+        (["rollout.top_k=50"], "off by that mass; set rollout.top_k=-1 "),
         (["source.staleness=1"], "colocated engines always sample with the newest"),
         (["source=servers", "source.staleness=1"], "method.mismatch.kind = none does not correct"),
         (

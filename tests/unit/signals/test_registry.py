@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_rl.config.method import load_method
 from megatron_rl.errors import RegistrationError
 from megatron_rl.loss import (
-    EstimatorNeeds,
     Evidence,
     register_estimator,
     register_policy_loss,
@@ -55,8 +54,7 @@ def test_settings_of_a_signal_are_knobs_of_who_reads_it():
 
 
 def test_one_that_no_signal_gives_is_named_with_its_reader():
-    needs = EstimatorNeeds(reads=("mean_logprob",))
-    register_estimator("mine", needs=needs)(lambda evidence: evidence.rewards)
+    register_estimator("mine")(lambda rewards, mean_logprob: rewards)
     method = load_method("grpo", ["estimator={name: mine}"])
     message = (
         r"estimator mine reads mean_logprob, .* no signal gives it; did you mean mean_logprobs"

@@ -98,6 +98,7 @@ def build_bandit(
         method=chosen,
         demonstrations=demonstrations,
         response_limit=config.rollout.response_limit,
+        max_excluded_share=config.reward.max_excluded_share,
     )
     post = PostRollout(
         sampler.shown,
@@ -122,7 +123,7 @@ def build_bandit(
         config=config.trainer,
         source=Rollouts(WORLD, engines, job, post),
         learner=Learner(policy, chosen, signals, health, plan, placement, True),
-        evaluator=Evaluator(config.evaluation, sampler, prompts(4), greedy),
+        evaluator=Evaluator(config, sampler, prompts(4), greedy),
         folder=run_folder,
         world=WORLD,
         display=DISPLAY,

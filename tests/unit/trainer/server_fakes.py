@@ -14,6 +14,7 @@ from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.jobs import TrainingJob
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import SampledStep
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.end_of_step import Admission, StepRules
@@ -169,6 +170,7 @@ def job_of(
         stream=PromptStream(PromptLoader(prompts, seed=1, shuffle=True)),
         plan=PlainSeeds(each_step),
         wants_group=lambda correct: True,
+        verdicts=VerdictRules(1, 0.0),
         wants_scores=wants or (lambda scores: True),
     )
 

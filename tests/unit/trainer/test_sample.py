@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -111,6 +112,10 @@ def test_prompt_answers_and_verdicts_stand_below_each_other():
         "",
         "1 of 2 answers are correct",
     ]
+    unjudged = replace(group[0], score=Score(0.0, False, problem="its worker died"))
+    lines = shown([[*group, unjudged]], scored=True).splitlines()
+    assert "           (3 tokens) no verdict: its worker died" in lines
+    assert lines[-1] == "1 of 2 answers are correct; 1 more have no verdict"
     assert shown([group[:1]], scored=False).splitlines()[3:] == [
         "answer:    7",
         "           (3 tokens)",

@@ -139,7 +139,7 @@ def test_the_way_to_a_step_begins_with_the_newest_weights_before_it(recorded):
     shutil.rmtree(recorded / "checkpoints" / "step_000004")
     assert find_route(recorded, 6).after == 2
     record_path(recorded / FOLDER, 5).unlink()
-    with pytest.raises(ValueError, match="has steps 2 to 4, 6, and all from a checkpoint on"):
+    with pytest.raises(ValueError, match="has steps 2, 3, 4, 6, and all from a checkpoint on"):
         find_route(recorded, 6)
 
 
@@ -166,7 +166,7 @@ def test_a_step_comes_again_with_its_place_in_the_run(recorded, config):
 @pytest.mark.parametrize(
     ("step", "after", "words"),
     [
-        (9, None, r"--step 9: the record of .* has steps 2 to 6"),
+        (9, None, r"--step 9: the record of .* has steps 2, 3, 4, 5, 6"),
         (2, None, r"--step 2: .*all from a checkpoint on.*weights of steps 0, 2, 4"),
         (5, 3, r"--after 3: .* no whole checkpoint of that step; it has 0, 2, 4"),
         (3, 4, r"--step 3: .*and --after 4 was asked for"),

@@ -14,7 +14,7 @@ from megatron_rl.reporting.comparison.curves import (
     smoothing_width,
     variant_band,
 )
-from megatron_rl.reporting.comparison.drawing import Drawn, draw_variants, style_of
+from megatron_rl.reporting.comparison.drawing import draw_bands, style_of
 from megatron_rl.reporting.comparison.panels import panels_of
 from megatron_rl.reporting.comparison.scores import last_value
 from megatron_rl.reporting.metrics_file import moving_mean
@@ -153,7 +153,7 @@ def drawn_lines(values: list[list[float]]) -> list:
     x = np.arange(float(len(values[0])))
     band = band_of([Curve(x, np.array(run)) for run in values])
     axes = Figure().subplots()
-    draw_variants(axes, [Drawn("a", style_of(0), band, 0)], held_out=True)
+    draw_bands(axes, [band], held_out=True)
     return axes.lines
 
 

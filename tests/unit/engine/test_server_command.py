@@ -1,0 +1,44 @@
+"""The command of a server, read by vLLM's own parser."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from megatron_rl.engine.arguments import engine_arguments
+from megatron_rl.engine.serving.server import server_command
+from tests.unit.engine.test_engine_calls import config
+
+# How an engine inside another program finds its ranks, takes weights and sleeps.
+OF_THE_LIBRARY = {
+    "distributed_executor_backend",
+    "worker_extension_cls",
+    "use_tqdm_on_load",
+    "enable_sleep_mode",
+    "distributed_timeout_seconds",
+    "cpu_distributed_timeout_seconds",
+}
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout=vllm_cpu"],
+        ["rollout=vllm_cpu", "rollout.anneal.start=1.2", "rollout.stop=[END]"],
+        ["rollout=vllm", "rollout.max_num_seqs=8", "rollout.kv_cache_gib=1.5"],
+    ],
+)
+def test_a_server_gets_the_settings_of_the_engine_in_the_process(parser, overrides):
+    rollout = config(*overrides).rollout
+    words = server_command("m", rollout, seed=3, host="127.0.0.1", port=8000)
+    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(words[3:]))
+    arguments = engine_arguments("m", rollout, 3)
+    settings = {name: arguments[name] for name in arguments if name not in OF_THE_LIBRARY}
+    assert {name: getattr(parsed, name) for name in settings} == settings
