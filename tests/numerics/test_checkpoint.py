@@ -289,7 +289,7 @@ def moved(models: Path, folder: Path, case: Case, path: Path) -> None:
 
 def gathered(models: Path, folder: Path, case: Case) -> None:
     """The plain way, in which one rank writes and all read everything, gives the same bits: each
-    way reads what the other has written. It wrote without digests once."""
+    way reads what the other has written."""
     policy = build(models, case)
     update(policy, 0)
     update(policy, 1)
