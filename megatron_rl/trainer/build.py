@@ -300,10 +300,10 @@ def build_sync(
     if world.is_main:
         plan = sync.plan
         across = plan.bytes_by_link["across_nodes"]
-        sizes = (plan.bytes_sent, across, plan.gather_bytes, plan.bytes_local)
+        sizes = (plan.bytes_sent, across, plan.bytes_local)
         logger.info(
             "weight sync: each sync sends %.1f MiB between processes, %.1f of them across nodes,"
-            " both the least possible (gathering: %.1f), and copies %.1f MiB inside them",
+            " both the least possible, and copies %.1f MiB inside them",
             *(size / 2**20 for size in sizes),
         )
     return sync
