@@ -183,7 +183,7 @@ class SourceConfig(Section):
     staleness: NonNegativeInt
     schedule: Literal["lockstep", "free"]
     requests_per_server: PositiveInt
-    give_up_factor: Annotated[float, Field(ge=1)] | None
+    request_timeout_factor: Annotated[float, Field(ge=1)] | None
     record_gib: NonNegativeFloat
     partial: PartialConfig
 

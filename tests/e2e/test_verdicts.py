@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.toy import overrides, untimed_rows, write_data, write_model
 from tests.launch import launch
 
-OWN = {"reward/excluded_share", "tokens/no_verdict", "tokens/unused"}
+OWN = {"reward/excluded_share", "tokens/no_verdict", "tokens/discarded"}
 PIPELINE = ["parallel=pp2", "rollout.tensor=1"]
 
 

@@ -22,9 +22,9 @@ from megatron_rl.reporting.evaluation import detailed_metrics
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.runtime.guard import lock
 from megatron_rl.types import Sampling
+from tests.unit.evaluation.test_sample import checkpoint
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, words
-from tests.unit.trainer.test_sample import checkpoint
 
 SAMPLING = Sampling(num_responses=4, max_response_tokens=3, temperature=1.0, seed=5)
 

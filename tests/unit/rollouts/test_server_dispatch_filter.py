@@ -11,8 +11,7 @@ from dataclasses import replace
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.types import Prompt, Score
-from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import (
+from tests.unit.rollouts.server_fakes import (
     RULES,
     Fleet,
     contents,
@@ -24,20 +23,21 @@ from tests.unit.trainer.server_fakes import (
     uid_of,
     welcome,
 )
+from tests.unit.trainer.fakes import prompts
 
-FILTERED = replace(RULES, max_groups=12)
+FILTERED = replace(RULES, max_rounds=4)
 
 
-def is_correct(scores: Sequence[Score]) -> bool:
-    return scores[0].correct
+def first_is_correct(verdicts: Sequence[bool]) -> bool:
+    return verdicts[0]
 
 
 def test_groups_that_the_method_does_not_want_are_replaced_alike_by_any_servers(start):
-    rules = replace(RULES, max_groups=12)
+    rules = replace(RULES, max_rounds=4)
     seen = []
     for names in ("a", "ab", "abc"):
         fleet = Fleet(registered=set(names))
-        dispatcher = start(fleet, rules, wants=lambda scores: scores[0].correct)
+        dispatcher = start(fleet, rules, wants=first_is_correct)
         publish(dispatcher, fleet, 0)
         seen.append(contents([step(dispatcher, fleet, version) for version in range(1, 6)]))
     assert seen[0] == seen[1] == seen[2]
@@ -66,10 +66,12 @@ def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
             return scores
 
     alone = Fleet(registered={"a"})
-    expected = contents(steps(start(alone, FILTERED, reward=Strict(), wants=is_correct), alone, 4))
+    expected = contents(
+        steps(start(alone, FILTERED, reward=Strict(), wants=first_is_correct), alone, 4)
+    )
     gate.clear()
     fleet = Fleet(registered={"a"})
-    dispatcher = start(fleet, FILTERED, reward=Strict(), wants=is_correct)
+    dispatcher = start(fleet, FILTERED, reward=Strict(), wants=first_is_correct)
     publish(dispatcher, fleet, 0)
     assert dispatcher.wait() is True
     first = groups_of(dispatcher.take())
@@ -84,7 +86,7 @@ def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
         was_early = settled.done()
         gate.set()
         news = settled.result(timeout=30.0)
-    assert not was_early and news == ("starved", {}, None)
+    assert not was_early and news.kind == "starved"
     fleet.registered.add("b")
     news = dispatcher.settled()
     assert news.version == 0
@@ -130,23 +132,24 @@ def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
     rules = replace(FILTERED, staleness=2, lockstep=False)
     fleet = Fleet(registered={"a"})
     judge = Settled()
-    judge.dispatcher = dispatcher = start(fleet, rules, reward=judge, wants=is_correct)
+    judge.dispatcher = dispatcher = start(fleet, rules, reward=judge, wants=first_is_correct)
     publish(dispatcher, fleet, 0)
     stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
     looked_at = set()
+    first = 0
     for number in range(8):
         assert dispatcher.wait() is True
         sampled = dispatcher.take()
         batch, groups = sampled.summary.groups, groups_of(sampled)
-        expected = [uid_of(stream, number, batch.start, group) for group in batch.groups]
+        expected = [uid_of(stream, number, first, group) for group in batch.groups]
         assert [group.prompt.uid for group in groups] == expected
         for group in groups:
             expected_scores = [by_tokens(group.prompt, one.token_ids) for one in group.completions]
             assert group.scores == expected_scores
             assert [one.token_ids[0] // 1000 for one in group.completions] == [number, number]
-        end = batch.start + len(batch.groups) + batch.num_refused
-        for group in range(batch.start, end):
-            looked_at.add((uid_of(stream, number, batch.start, group), number))
+        for group in range(first, first + len(batch.groups) + len(batch.refused)):
+            looked_at.add((uid_of(stream, number, first, group), number))
+        first = batch.end
         publish(dispatcher, fleet, number + 1)
     assert [pair for pair in judge.seen - looked_at if pair[1] < 8], "nothing was dropped"
 

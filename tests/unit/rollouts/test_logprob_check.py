@@ -15,7 +15,7 @@ from megatron_rl.rollouts.logprob_check import (
     check_sequences,
 )
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import Image, Prompt
+from megatron_rl.types import Image, Prompt, SyncReport
 from tests.unit.trainer.fakes import BanditEngine, BanditPolicy
 
 WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
@@ -37,9 +37,14 @@ def logprob_check(sides, every=1, tolerance=0.5) -> LogprobCheck:
     )
 
 
+def differences(check: LogprobCheck, version: int) -> tuple[float | None, float | None]:
+    report = check.check(SyncReport(version, 1, 0, 8, 0.0), check.expected(version))
+    return report.logprob_check_diff, report.logprob_check_diff_max
+
+
 def test_equal_weights_differ_by_nothing(sides):
     check = logprob_check(sides)
-    assert check.check(0, check.expected(0)) == pytest.approx((0.0, 0.0), abs=1e-6)
+    assert differences(check, 0) == pytest.approx((0.0, 0.0), abs=1e-6)
 
 
 def test_the_mean_is_raised_with_its_step_and_the_worst_token(sides):
@@ -53,7 +58,7 @@ def test_the_mean_is_raised_with_its_step_and_the_worst_token(sides):
         r" .*logprob_check_tolerance is 0\.5"
     )
     with pytest.raises(WeightSyncError, match=words):
-        check.check(7, check.expected(7))
+        differences(check, 7)
 
 
 @pytest.mark.parametrize("tolerance", [None, 1.8])
@@ -63,8 +68,7 @@ def test_one_token_alone_is_only_reported(sides, tolerance):
     check = logprob_check(sides, tolerance=tolerance)
     scores = [torch.log_softmax(side.logits, -1) for side in sides]
     want = [abs(float(scores[0][token] - scores[1][token])) for token in (1, 2, 3)]
-    found = check.check(7, check.expected(7))
-    assert found == pytest.approx((sum(want) / 3, max(want)), rel=1e-6)
+    assert differences(check, 7) == pytest.approx((sum(want) / 3, max(want)), rel=1e-6)
     assert max(want) > 4
 
 
@@ -73,7 +77,7 @@ def test_no_number_is_no_agreement(sides, token, value):
     sides[1].logits[token] = value
     check = logprob_check(sides)
     with pytest.raises(WeightSyncError, match="inf nats"):
-        check.check(1, check.expected(1))
+        differences(check, 1)
 
 
 def test_due_at_the_first_sync_and_at_every_nth_version(sides):

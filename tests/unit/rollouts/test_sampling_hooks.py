@@ -191,7 +191,7 @@ def test_groups_leave_and_others_come() -> None:
     assert [ids[0] for ids in rows] == [1, 1, 2, 2, 3, 3, 7]
     assert experience.group_ids.tolist() == [0, 0, 1, 1, 2, 2, 3]
     assert [ids[1] for ids in rows] == [15, 15, 10, 10, 10, 10, 10], "temperatures"
-    assert experience.dropped_tokens == 8 and experience.unused_tokens == 0
+    assert experience.dropped_tokens == 8 and experience.discarded_tokens == 0
     assert np.isfinite(experience.rewards.numpy()).all()
 
 

@@ -10,7 +10,7 @@ from megatron_rl.reporting.metrics import TABLE
 from megatron_rl.rollouts.rows.experience import experience_of
 from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.types import Score
-from tests.unit.trainer.test_responses import responses
+from tests.unit.rollouts.test_responses import responses
 
 CORRECT = "rollout/response_tokens_correct_mean"
 WRONG = "rollout/response_tokens_wrong_mean"

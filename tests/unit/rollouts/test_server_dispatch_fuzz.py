@@ -17,30 +17,34 @@ from typing import Any
 import pytest
 
 from megatron_rl.data.loader import PromptLoader, numbered
+from megatron_rl.engine.serving.client import (
+    RequestFailedError,
+    ServerLostError,
+    ServerUnreachableError,
+)
 from megatron_rl.rollouts.backends import failures, servers
-from megatron_rl.rollouts.backends.server_parts import FleetEvent, ServerParts
+from megatron_rl.rollouts.backends.readiness import FleetEvent
+from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.runtime.registry import Registration
-from megatron_rl.scheduling.whole_groups import Rules
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, VersionSpan
-from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import (
-    Failed,
-    Gone,
+from tests.unit.rollouts.server_fakes import (
     Group,
-    Unreachable,
+    answers,
     groups_of,
     job_of,
     text_of,
     tokens_of,
 )
+from tests.unit.trainer.fakes import prompts
 
 STEPS = 6
 SEEDS = 5
-PLAIN = Rules(groups_per_step=3, responses_per_group=2)
-FILTERED = replace(PLAIN, max_groups=11)
+PLAIN = StepRules(groups_per_step=3, responses_per_group=2)
+FILTERED = replace(PLAIN, max_rounds=4)
 SETTINGS = {
     "synchronous, filtered": FILTERED,
     "one step behind": replace(PLAIN, staleness=1),
@@ -73,11 +77,11 @@ def loader() -> PromptLoader:
     return PromptLoader(prompts(5), seed=1, shuffle=True)
 
 
-def trained(rules: Rules) -> Iterator[list[Prompt]]:
+def trained(rules: StepRules) -> Iterator[list[Prompt]]:
     """The definition, as a loop that looks at one prompt after the other."""
     plain = loader()
     prompts_by_number: list[Prompt] = []
-    limit = rules.max_groups or rules.groups_per_step
+    limit = rules.groups_per_step * (rules.max_rounds or 1)
     step = start = 0
     while True:
         groups: list[Prompt] = []
@@ -101,7 +105,7 @@ class World:
     """Servers in the roles of registry and clients, and a judge, with one random source each: they
     belong to different threads."""
 
-    rules: Rules
+    rules: StepRules
     seed: int
     versions: dict[str, int] = field(default_factory=dict)
     staged: dict[str, int] = field(default_factory=dict)
@@ -133,7 +137,7 @@ class World:
     def switch(self, name: str, version: int) -> None:
         """In a thread: follows from the number of the server and the version."""
         if name in self.dead or digest(self.seed, name, version) % 20 == 0:
-            raise Gone(f"{name} does not go over")
+            raise ServerLostError(f"{name} does not go over")
         assert self.staged[name] == version
         time.sleep(digest(version, name) % 4 / 1000)
         self.versions[name] = version
@@ -178,12 +182,14 @@ class Server:
             world.losses[request] += 1
             kind = world.rng.choice(["fails", "dies", "dies", "falls silent", "falls silent"])
             if kind == "fails":
-                raise Failed(f"{self.name} fails")
+                raise RequestFailedError(f"{self.name} fails")
             world.registered.discard(self.name)
             if kind == "dies":
                 world.dead.add(self.name)
         if self.name in world.dead:
-            raise world.rng.choice([Gone, Unreachable])(f"{self.name} is dead")
+            raise world.rng.choice([ServerLostError, ServerUnreachableError])(
+                f"{self.name} is dead"
+            )
 
     async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
         raise NotImplementedError
@@ -223,7 +229,7 @@ class Trainer:
         job = job_of(
             world.rules,
             prompts(5),
-            lambda scores: scores[0].correct or not world.rules.is_filtered,
+            lambda verdicts: verdicts[0] or not world.rules.is_filtered,
             each_step=1,
         )
         if saved is not None:
@@ -231,9 +237,6 @@ class Trainer:
             job.store.restore(saved["store"])
         parts = ServerParts(
             connect=world.connect,
-            lost=Gone,
-            unreachable=Unreachable,
-            failed=Failed,
             switch=world.switch,
             rewards=lambda wake: RewardThread(world, text_of, at_most=6, wake=wake),
             capacity=self._rng.randint(1, 5),
@@ -269,7 +272,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         version = len(self.steps) - 1
-        while isinstance(groups := self._dispatcher.generate(ASKED, HELD_OUT), FleetEvent):
+        while isinstance(groups := answers(self._dispatcher, ASKED, HELD_OUT), FleetEvent):
             self._welcome(groups, version)
         pairs = [(prompt, number) for prompt in ASKED for number in range(2)]
         for (prompt, number), (one, score) in zip(pairs, groups, strict=True):
@@ -277,7 +280,7 @@ class Trainer:
             assert score == verdict(prompt, one.token_ids)
 
 
-def check(rules: Rules, steps: Sequence[Sequence[Group]]) -> None:
+def check(rules: StepRules, steps: Sequence[Sequence[Group]]) -> None:
     for step, (groups, expected) in enumerate(zip(steps, trained(rules), strict=False)):
         assert [group.prompt for group in groups] == expected
         for group in groups:

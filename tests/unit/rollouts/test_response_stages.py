@@ -17,7 +17,7 @@ STAGES = (
 def test_a_step_samples_up_to_its_limit(tmp_path, monkeypatch) -> None:
     trainer = build_bandit(tmp_path, *STAGES, method="campo")
     asked: list[int] = []
-    engine = trainer.source.engines.engine
+    engine = trainer.source.engines.colocation.engine
     plain = engine.submit
 
     def submit(prompt, responses, sampling, so_far):

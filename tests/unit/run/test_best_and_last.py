@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.run.best import Scores
 from megatron_rl.run.start import finished_already
+from tests.unit.run.test_run_folder import config_of, steps
 from tests.unit.trainer.runs import WORLD
-from tests.unit.trainer.test_run_folder import config_of, steps
 
 
 def scores_of(trainer, values):

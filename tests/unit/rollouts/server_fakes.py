@@ -9,32 +9,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts.backends.server_parts import FleetEvent
+from megatron_rl.engine.serving.client import (
+    RequestFailedError,
+    ServerLostError,
+    ServerUnreachableError,
+)
+from megatron_rl.rollouts.backends.readiness import FleetEvent
 from megatron_rl.rollouts.backends.servers import ServerBackend
-from megatron_rl.rollouts.jobs import TrainingJob
+from megatron_rl.rollouts.jobs import GenerationJob, answers_to
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import SampledStep
 from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.end_of_step import Admission, StepRules
-from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 
-RULES = Rules(groups_per_step=3, responses_per_group=2, staleness=1)
+RULES = StepRules(groups_per_step=3, responses_per_group=2, staleness=1)
 IN_TWO_STEPS = 2 * RULES.groups_per_step * RULES.responses_per_group  # requests
-
-
-class Gone(ConnectionError):
-    """What a client says of a server that is dead."""
-
-
-class Unreachable(Gone):
-    """It was dead before it was asked."""
-
-
-class Failed(Gone):
-    """It goes on, and cannot answer this."""
 
 
 @dataclass
@@ -73,7 +65,7 @@ class Fleet:
     def switch(self, url: str, version: int) -> None:
         name = url.removeprefix("at ")
         if name in self.dead | self.stuck:
-            raise Gone(f"{name} does not answer")
+            raise ServerLostError(f"{name} does not answer")
         assert self.staged[name] == version
         self.versions[name] = version
 
@@ -92,10 +84,10 @@ class Server:
         is_silent = number > fleet.answers.get(self.name, number)
         await asyncio.sleep(0.001)
         if self.name in fleet.off:
-            raise Unreachable(f"{self.name} is off")
+            raise ServerUnreachableError(f"{self.name} is off")
         if prompt.uid == fleet.fails_once or self.name in fleet.ill:
             fleet.fails_once = ""
-            raise Failed(f"{self.name} fails")
+            raise RequestFailedError(f"{self.name} fails")
         if prompt.uid == fleet.poison:
             fleet.dead.add(self.name)
         if fleet.refuses:
@@ -103,7 +95,7 @@ class Server:
         while (is_silent or self.name in fleet.silent) and self.name not in fleet.dead:
             await asyncio.sleep(0.001)
         if self.name in fleet.dead:
-            raise Gone(f"{self.name} is dead")
+            raise ServerLostError(f"{self.name} is dead")
         token = sum(prompt.uid.encode()) + 7 * response + 31 * version + (sampling.seed or 0)
         return Completion((token, version), (-0.5, -1.0), False, version)
 
@@ -112,7 +104,7 @@ class Server:
         while self.name in self.fleet.silent and not self.is_closed:
             await asyncio.sleep(0.001)
         if self.name in self.fleet.dead or self.is_closed:
-            raise Gone(f"{self.name} is dead")
+            raise ServerLostError(f"{self.name} is dead")
         return [float(token) for token in token_ids[1:]]
 
     async def close(self) -> None:
@@ -149,29 +141,18 @@ class PlainSeeds(SamplingPlan):
     def published(self, version: int) -> None: ...
 
 
-@dataclass(frozen=True)
-class FilteredJob(TrainingJob):
-    """Which groups are wanted is said of their scores."""
-
-    wants_scores: Callable[[Sequence[Score]], bool] = lambda scores: True
-
-    def wants(self, scores: Sequence[Score]) -> bool:
-        return self.wants_scores(scores)
-
-
 def job_of(
     rules: StepRules,
     prompts: Sequence[Prompt],
-    wants: Callable[[Sequence[Score]], bool] | None = None,
+    wants: Callable[[Sequence[bool]], bool] | None = None,
     each_step: int = 1000,
-) -> TrainingJob:
-    return FilteredJob(
+) -> GenerationJob:
+    return GenerationJob(
         rules=rules,
         stream=PromptStream(PromptLoader(prompts, seed=1, shuffle=True)),
         plan=PlainSeeds(each_step),
-        wants_group=lambda correct: True,
+        wants_group=wants or (lambda verdicts: True),
         verdicts=VerdictRules(1, 0.0),
-        wants_scores=wants or (lambda scores: True),
     )
 
 
@@ -192,6 +173,17 @@ def groups_of(sampled: SampledStep) -> list[Group]:
         rows = slice(number * size, (number + 1) * size)
         groups.append(Group(prompt, sampled.completions[rows], scores[rows]))
     return groups
+
+
+def answers(
+    dispatcher: ServerBackend, asked: Sequence[Prompt], sampling: Sampling
+) -> list[tuple[Completion, Score | None]] | FleetEvent:
+    """To prompts that are not of the stream, one prompt after the other."""
+    found = dispatcher.generate(answers_to(asked, sampling))
+    if isinstance(found, FleetEvent):
+        return found
+    scores = [answer.score for answer in found.summary.answers]
+    return list(zip(found.completions, scores, strict=True))
 
 
 def publish(dispatcher: ServerBackend, fleet: Fleet, version: int) -> None:
@@ -233,7 +225,7 @@ def contents(steps: Sequence[Sequence[Group]]) -> list:
     ]
 
 
-def run(start, fleet: Fleet, num_steps: int, rules: Rules = RULES) -> list:
+def run(start, fleet: Fleet, num_steps: int, rules: StepRules = RULES) -> list:
     dispatcher = start(fleet, rules)
     publish(dispatcher, fleet, 0)
     return contents([step(dispatcher, fleet, version) for version in range(1, num_steps + 1)])

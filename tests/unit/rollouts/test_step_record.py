@@ -62,9 +62,9 @@ def config(run: Path) -> Config:
 
 def test_a_step_is_read_as_it_was_written(run, config):
     written = experience()
-    StepRecord(config, 2).write(7, written, [48, 50], 47)
+    StepRecord(config, 2).write(7, written, [48, 50])
     recorded = read_step(run / FOLDER, 7)
-    assert (recorded.step, recorded.groups, recorded.start) == (7, [48, 50], 47)
+    assert (recorded.step, recorded.groups) == (7, [48, 50])
     assert (recorded.uids, recorded.world_size) == (UIDS, 2)
     assert validate(Config, dict(recorded.values), "the record") == config
     read = recorded.experience(PROMPTS.__getitem__, is_main=True)
@@ -88,33 +88,33 @@ def test_it_takes_8_bytes_a_token(run, config):
     record = StepRecord(config, 2)
     sizes = []
     for step, length in ((1, 10_000), (2, 30_000)):
-        record.write(step, experience(length), [0, 1], 0)
+        record.write(step, experience(length), [0, 1])
         sizes.append(record_path(run / FOLDER, step).stat().st_size)
     assert abs(sizes[1] - sizes[0] - 8 * 3 * 20_000) < 100
     assert sizes[0] - 8 * (3 * 10_000 + 2) < 20_000, "the configuration, and little more"
 
 
 def test_the_oldest_steps_go_when_the_record_is_full(run, config):
-    StepRecord(config, 2).write(1, experience(100), [0, 1], 0)
+    StepRecord(config, 2).write(1, experience(100), [0, 1])
     size = record_path(run / FOLDER, 1).stat().st_size
     source = config.source.model_copy(update={"record_gib": 2.5 * size / 2**30})
     record = StepRecord(config.model_copy(update={"source": source}), 2)
     for step in range(2, 6):
-        record.write(step, experience(100), [0, 1], 0)
+        record.write(step, experience(100), [0, 1])
     assert sorted(path.name for path in (run / FOLDER).iterdir()) == [
         "step_000004.safetensors",
         "step_000005.safetensors",
     ]
-    record.write(6, experience(1000), [0, 1], 0)
+    record.write(6, experience(1000), [0, 1])
     assert [path.name for path in (run / FOLDER).iterdir()] == ["step_000006.safetensors"]
 
 
 def test_steps_that_are_repeated_leave_the_record(run, config):
     first = StepRecord(config, 2)
     for step in range(1, 6):
-        first.write(step, experience(), [0, 1], 0)
+        first.write(step, experience(), [0, 1])
     second = StepRecord(config, 2)
-    second.write(3, experience(), [0, 1], 0)
+    second.write(3, experience(), [0, 1])
     assert len(list((run / FOLDER).iterdir())) == 3
 
 
@@ -123,7 +123,7 @@ def recorded(run: Path, config: Config) -> Path:
     """Checkpoints of steps 2 and 4, a record of 2 to 6."""
     record = StepRecord(config, 2)
     for step in range(2, 7):
-        record.write(step, experience(), [0, 1], 0)
+        record.write(step, experience(), [0, 1])
     for step in (2, 4):
         path = directory.step_path(run / "checkpoints", step)
         (directory.begin(path) / "weights").write_text("there")

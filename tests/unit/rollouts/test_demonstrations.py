@@ -95,7 +95,7 @@ def test_metrics_are_of_what_was_sampled(tmp_path) -> None:
     trainer.folder.path.mkdir()
     trainer.source.publish(0)
     experience = trainer.source.next(1)
-    given = experience.responses.given
+    given = experience.responses.is_demonstration
     assert 0 < given.sum() < len(given) and given.sum() % 3 == 0
     assert experience.correct.numpy()[given].all()
     metrics = rollout_metrics(experience)

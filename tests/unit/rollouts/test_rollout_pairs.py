@@ -15,20 +15,19 @@ from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.backends.served import ServedParts, ServerEngines
-from megatron_rl.rollouts.backends.server_parts import ServerParts
+from megatron_rl.rollouts.backends.requests import ServerParts
+from megatron_rl.rollouts.backends.served import ServerEngines
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations
 from megatron_rl.rollouts.hooks.resampling import Resampling
-from megatron_rl.rollouts.jobs import TrainingJob
+from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime.registry import Registration
-from megatron_rl.scheduling.token_level import PartialRules
-from megatron_rl.scheduling.whole_groups import Rules
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Growing, Stepwise
 from tests.rollout_sources import rollouts_of, training_job
@@ -40,9 +39,9 @@ PROMPTS = [
     for number in range(9)
 ]
 SAMPLING = Sampling(3, max_response_tokens=40)
-WHOLE = Rules(3, 3)
-PARTIAL = PartialRules(3, 3, groups_in_flight=5, max_age=2)
-FILTERED = replace(WHOLE, max_groups=30)
+WHOLE = StepRules(3, 3)
+PARTIAL = StepRules(3, 3, groups_in_flight=5, max_age=2)
+FILTERED = replace(WHOLE, max_rounds=10)
 FILTERED_PARTIAL = replace(PARTIAL, max_rounds=8)
 HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
@@ -69,7 +68,7 @@ class Setting:
     has_demonstrations: bool = False
     has_stages: bool = False
 
-    def job(self) -> TrainingJob:
+    def job(self) -> GenerationJob:
         hooks = HOOKS[self.hooks]()
         return training_job(
             PromptLoader(PROMPTS, seed=1, shuffle=True),
@@ -162,9 +161,6 @@ def on_servers(setting: Setting, mood: int) -> list[list[dict[str, Any]]]:
     job = setting.job()
     parts = ServerParts(
         connect=lambda url: StepwiseServer(engine),
-        lost=ConnectionError,
-        unreachable=ConnectionError,
-        failed=ConnectionError,
         switch=lambda url, version: None,
         rewards=lambda wake: RewardThread(EvenSum(), words, wake=wake),
         capacity=3 + mood,
@@ -177,9 +173,9 @@ def on_servers(setting: Setting, mood: int) -> list[list[dict[str, Any]]]:
         backends.append(ServerBackend(job, parts, fleet, saved))
         return backends[-1]
 
-    served = ServedParts(WORLD, fleet, fleet, None, backend, lambda step: None, DISPLAY)
+    engines = ServerEngines(WORLD, fleet, None, backend, lambda step: None, DISPLAY, job)
     post = PostRollout(lambda responses, rows: [])
-    rollouts = Rollouts(WORLD, ServerEngines(served, job), job, post)
+    rollouts = Rollouts(WORLD, fleet, engines, job, post)
     found = []
     try:
         rollouts.publish(0)
@@ -251,7 +247,7 @@ def check(setting: Setting, found: list[dict[str, Any]], steps: list[list[dict[s
         assert sizes == {3}
     if setting.rules.is_filtered:
         assert sum(step[0]["refused"] for step in steps) > 0
-    if isinstance(setting.rules, PartialRules):
+    if setting.rules.is_partial:
         versions = [(row["version"], number) for number, step in enumerate(steps) for row in step]
         assert any(0 <= version < number for version, number in versions), "none continued"
     demonstrations = [row for row in found if row["version"] == DEMONSTRATED]

@@ -3,13 +3,16 @@ fails."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines
-from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
-from megatron_rl.rollouts.logprob_check import CheckedSync
+from megatron_rl.rollouts.backends.colocation import Colocation
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.runtime.memory import Ledger
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import SyncReport
 
 EVERYTHING = ("optimizer", "gradients", "weights")
@@ -64,7 +67,7 @@ class Recorded(Rollouts):
     """What a step is made of does not matter here."""
 
     def collect(self, step: int) -> str:
-        return self.engines.launch.collect(step)
+        return self.policy.collect(step)
 
     @property
     def colocation(self) -> Colocation:
@@ -72,12 +75,11 @@ class Recorded(Rollouts):
 
 
 def colocated(recorder: Recorder, offload=EVERYTHING, logprob_check=None) -> Recorded:
-    memory = Colocation(recorder, recorder, offload, Ledger(lambda: {"host": 1.0}, None))
-    sync = ColocatedSync(recorder, memory)
-    if logprob_check is not None:
-        sync = CheckedSync(sync, logprob_check)
-    engines = ColocatedEngines(recorder, recorder, recorder, sync, memory)
-    return Recorded(None, engines, None, None)
+    ledger = Ledger(lambda: {"host": 1.0}, None)
+    colocation = Colocation(recorder, recorder, recorder, offload, ledger, logprob_check)
+    job = SimpleNamespace(rules=StepRules(1, 1))
+    engines = ColocatedEngines(None, None, job, colocation)
+    return Recorded(None, recorder, engines, job, None)
 
 
 def train(source: Recorded) -> None:
@@ -126,11 +128,11 @@ class Watcher:
         self.recorder.calls.append(f"policy scores {version}")
         return f"of {version}"
 
-    def check(self, version: int, expected: str) -> tuple[float, float]:
+    def check(self, report: SyncReport, expected: str) -> SyncReport:
         self.recorder.calls.append(f"engine is compared {expected}")
         if self.fails:
             raise OSError("they differ")
-        return 0.25, 2.0
+        return replace(report, logprob_check_diff=0.25, logprob_check_diff_max=2.0)
 
 
 CHECKED_CALLS = ["policy scores 3", *GIVEN, "engine is compared of 3"]

@@ -27,10 +27,10 @@ from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.rollout_sources import rollouts_of, training_job
 from tests.unit.loss.batches import LIMIT, response_batch, rollout, token_batch
+from tests.unit.rollouts.test_responses import responses
 from tests.unit.trainer import runs
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, rows, samples, timeless
-from tests.unit.trainer.test_responses import responses
 
 NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 # They read of a pass what the bandit has not: images, a prompt's logprobs, other tokens'.
@@ -217,7 +217,7 @@ def test_a_run_is_that_with_one_response_fewer(marked, name):
     without = marked(name, 5)
     assert torch.equal(with_it.learner.policy.logits, without.learner.policy.logits)
     assert with_it.learner.policy.logits.any(), "nothing was learned"
-    own = {"reward/excluded_share", "tokens/no_verdict", "tokens/unused"}
+    own = {"reward/excluded_share", "tokens/no_verdict", "tokens/discarded"}
     for row, other in zip(rows(with_it), rows(without), strict=True):
         assert {key for key, value in timeless(row).items() if value != other.get(key)} <= own
         if row["step"]:
@@ -235,15 +235,15 @@ def test_a_response_that_counts_as_wrong_changes_the_run(marked, monkeypatch):
 def test_all_sampled_tokens_are_in_one_row_of_the_table(marked):
     """Dynamic sampling, a filter and failed verdicts in one step."""
     trainer = marked("dapo", 6, "evaluation.at_start=false", "evaluation.at_end=false")
-    engine = trainer.source.engines.launch.backend._engine
+    engine = trainer.source.engines.backend._engine
     num_sampled = sum(MARK if number == 5 else 3 for _, number in engine.begun)
-    reasons = ("trained", "filtered", "no_verdict", "dropped", "unused")
+    reasons = ("trained", "filtered", "no_verdict", "dropped", "discarded")
     table = [[row[f"tokens/{reason}"] for reason in reasons] for row in rows(trainer)]
     assert sum(map(sum, table)) == num_sampled
     assert all(sum(column) for column in list(zip(*table, strict=True))[::2])
     for row in rows(trainer):
         share = 1 - row["tokens/trained"] / sum(row[f"tokens/{each}"] for each in reasons)
-        assert row["throughput/unused_tokens_share"] == pytest.approx(share, rel=1e-12)
+        assert row["throughput/discarded_tokens_share"] == pytest.approx(share, rel=1e-12)
 
 
 class Counting(Answering):
@@ -300,7 +300,7 @@ def test_dynamic_sampling_judges_what_remains_and_samples_again():
     experience = source({0: (0, 2), 1: (1, 2, 3)}, "dapo").collect(1)
     assert [prompt for prompt, _ in trained(experience)] == [2] * 4 + [3] * 4
     assert experience.discarded_groups == 2 and experience.excluded_share == 5 / 16
-    assert experience.excluded_tokens == 0 and experience.unused_tokens == 8 * 3
+    assert experience.excluded_tokens == 0 and experience.discarded_tokens == 8 * 3
 
 
 @pytest.mark.parametrize("method", ["grpo", "dapo"])

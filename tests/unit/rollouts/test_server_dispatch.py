@@ -11,18 +11,19 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.backends import loop_thread
-from megatron_rl.rollouts.backends.server_parts import NoServerError, WeightVersionError
+from megatron_rl.rollouts.backends.readiness import NoServerError
+from megatron_rl.rollouts.backends.requests import WeightVersionError
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.runtime.display import Progress
 from megatron_rl.types import Sampling, Score
-from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import (
+from tests.unit.rollouts.server_fakes import (
     IN_TWO_STEPS,
     RULES,
     FirstTokenIsOdd,
     Fleet,
+    answers,
     contents,
     groups_of,
     publish,
@@ -31,6 +32,7 @@ from tests.unit.trainer.server_fakes import (
     uid_of,
     welcome,
 )
+from tests.unit.trainer.fakes import prompts
 
 
 def test_a_step_gets_its_prompts_in_order_of_the_version_that_is_due(start):
@@ -88,13 +90,13 @@ def test_a_server_that_never_answers_is_given_up_though_it_says_it_is_well(start
 
 
 def test_an_evaluation_is_answered_by_another_server_than_the_one_that_never_does(start):
-    expected = start_published(start, Fleet(registered={"b"})).generate(ASKED, HELD_OUT)
+    expected = answers(start_published(start, Fleet(registered={"b"})), ASKED, HELD_OUT)
     fleet = Fleet(registered={"a", "b"})
     now_s = [0.0]
     dispatcher = start_idle(start, fleet, RequestTimeouts(4.0, lambda: now_s[0]))
     fleet.silent.add("a")
     with ThreadPoolExecutor(1) as thread:
-        evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
+        evaluated = thread.submit(answers, dispatcher, ASKED, HELD_OUT)
         in_evaluation = len(ASKED) * HELD_OUT.num_responses
         while len(held_out(fleet)) < in_evaluation:
             dispatcher.counts()
@@ -114,8 +116,8 @@ def test_an_evaluation_ends_when_nobody_watches_its_server_any_more(start):
     fleet = Fleet(registered={"a"}, silent={"a"})
     dispatcher = start_published(start, fleet)
     with ThreadPoolExecutor(1) as thread:
-        evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
-        while len(held_out(fleet)) < len(ASKED) * HELD_OUT.num_responses:
+        evaluated = thread.submit(answers, dispatcher, ASKED, HELD_OUT)
+        while not held_out(fleet):
             dispatcher.counts()
         fleet.unreadable = "Input/output error"
         with pytest.raises(OSError, match="Input/output error"):
@@ -153,11 +155,11 @@ def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
     fleet = Fleet()
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
-    assert dispatcher.wait().kind == "starved"
-    assert dispatcher.is_settled()
+    news = dispatcher.wait()
+    assert news.kind == "starved" and news.is_settled
     fleet.registered.add("b")
     news = dispatcher.wait()
-    assert news == ("join", {"b": "at b"}, 0)
+    assert news[:3] == ("join", {"b": "at b"}, 0)
     welcome(dispatcher, fleet, news, 0)
     assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
 
@@ -173,11 +175,12 @@ def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start
     first = groups_of(dispatcher.take())
     fleet.dead.add("a")
     publish(dispatcher, fleet, 1)
-    assert dispatcher.wait().kind == "starved"
-    assert not dispatcher.is_settled(), "a checkpoint would lack the weights of version 0"
+    news = dispatcher.wait()
+    assert news.kind == "starved"
+    assert not news.is_settled, "a checkpoint would lack the weights of version 0"
     fleet.registered.add("b")
     news = dispatcher.wait()
-    assert news == ("join", {"b": "at b"}, 0)
+    assert news[:3] == ("join", {"b": "at b"}, 0)
     welcome(dispatcher, fleet, news, 1)
     rest = [step(dispatcher, fleet, version) for version in (2, 3)]
     assert {0, 1} <= {version for name, version, *_ in fleet.asked if name == "b"}
@@ -200,7 +203,7 @@ def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(star
         waits = thread.submit(dispatcher.wait)
         fleet.dead.add("b")
         news = waits.result(timeout=30.0)
-    assert news == ("join", {"a": "at a"}, 0)
+    assert news[:3] == ("join", {"a": "at a"}, 0)
     num_asked = len(fleet.asked)
     welcome(dispatcher, fleet, news, 1)
     rest = [step(dispatcher, fleet, version) for version in (2, 3, 4)]
@@ -330,18 +333,18 @@ def test_held_out_prompts_are_answered_beside_training(start):
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
     asked = prompts(5)
-    groups = dispatcher.generate(asked, Sampling(3, 4, seed=9))
+    groups = answers(dispatcher, asked, Sampling(3, 4, seed=9))
     assert len(groups) == 5 * 3
     tokens = [one.token_ids[0] for one, _ in groups[3:6]]
     assert tokens == [tokens[0] + 7 * response for response in range(3)]
     assert dispatcher.score([(1, 2, 3), (4, 5)]) == [[2.0, 3.0], [5.0]]
     fleet.dead.add("a")
-    assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == groups, "by the other"
+    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)) == groups, "by the other"
     assert fleet.registered == {"b"}
     fleet.dead.add("b")
     with pytest.raises(NoServerError):
         dispatcher.score([(1, 2, 3)])
-    assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == ("starved", {}, None)
+    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)).kind == "starved"
 
 
 def test_who_waits_is_told_how_far_it_is(start, monkeypatch):

@@ -11,11 +11,9 @@ from megatron_rl.rollouts.store import (
     ResponseStore,
     cut,
     joined,
-    restored_score,
     saved_score,
 )
 from megatron_rl.scheduling.end_of_step import StepGroups
-from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Score, VersionSpan
 
 FIRST = Completion((5, 6), (-0.5, -0.25), truncated=False, weight_version=3)
@@ -51,9 +49,9 @@ def test_a_cut_response_has_its_first_tokens_and_has_not_ended(length, spans) ->
 def test_what_was_carried_is_what_the_next_step_continues() -> None:
     store = ResponseStore()
     store.begin_step([((1, 0), FIRST)])
-    assert store.add(Request(4, 1, 0), MORE) == joined(FIRST, MORE)
-    store.add(Request(4, 1, 1), Completion((8, 9), (-1.0, -2.0), False, 4))
-    store.add(Request(4, 2, 0), MORE)
+    assert store.add((1, 0), MORE) == joined(FIRST, MORE)
+    store.add((1, 1), Completion((8, 9), (-1.0, -2.0), False, 4))
+    store.add((2, 0), MORE)
     # Response (1, 0) has ended within the level; (1, 1) has one token too many; group 2 is trained.
     carried = store.unfinished(StepGroups(3, [2], limits={1: 1, 2: 1}), ended={(1, 0)})
     assert dict(carried) == {
@@ -63,15 +61,15 @@ def test_what_was_carried_is_what_the_next_step_continues() -> None:
     store.begin_step(carried)
     store.forget([2])
     assert store.num_tokens == 4 and store.get((2, 0)) is None
-    assert store.length(Request(5, 1, 1)) == 1 and store.so_far(Request(5, 1, 2)) is None
+    assert store.length((1, 1)) == 1 and store.so_far((1, 2)) == ()
 
 
 def test_a_store_comes_back_bit_for_bit() -> None:
     store = ResponseStore()
     store.begin_step([((1, 0), joined(FIRST, MORE))])
-    store.add(Request(4, 2, 1), Completion((), (), False, 4))
+    store.add((2, 1), Completion((), (), False, 4))
     other = ResponseStore()
     other.restore(store.state())
     assert other.places() == store.places()
     score = Score(1.5, True, {"accuracy": 1.0}, "7")
-    assert restored_score(saved_score(score)) == score
+    assert Score(**saved_score(score)) == score

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_rl.rollouts.backends.failures import PromptFailureError, RequestFailures
 from megatron_rl.types import Sampling
+from tests.unit.rollouts.server_fakes import Fleet, answers, contents, publish, run, step
 from tests.unit.trainer.fakes import prompts
-from tests.unit.trainer.server_fakes import Fleet, contents, publish, run, step
 
 NAMES = {"a", "b", "c", "d", "e", "f", "g"}
 P = ("p", 0)
@@ -34,7 +34,7 @@ def test_a_held_out_prompt_that_ends_every_server_is_named(start) -> None:
     step(dispatcher, fleet, 1)
     fleet.poison = "p4"
     with pytest.raises(PromptFailureError, match=r"p4.*3 servers, one after"):
-        dispatcher.generate(prompts(5)[4:], Sampling(1, 4, seed=9))
+        answers(dispatcher, prompts(5)[4:], Sampling(1, 4, seed=9))
 
 
 def test_servers_that_are_all_gone_are_waited_for(start) -> None:
@@ -54,7 +54,7 @@ def test_a_failure_costs_one_more_request_and_no_server(start) -> None:
     counts = dispatcher.counts()
     assert counts["source/lost_servers"] == 0 and counts["source/reissued_requests"] == 1
     fleet.fails_once = "p1"
-    groups = dispatcher.generate(prompts(3), Sampling(2, 4, seed=9))
+    groups = answers(dispatcher, prompts(3), Sampling(2, 4, seed=9))
     assert len(groups) == 3 * 2
     assert dispatcher.counts()["source/lost_servers"] == 0
 
