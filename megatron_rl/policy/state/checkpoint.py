@@ -29,7 +29,6 @@ from torch import Tensor
 from megatron_rl.checkpoints import directory, facts, safe_load
 from megatron_rl.checkpoints.part_writer import (
     BLOCK_BYTES,
-    HELD_SHARE,
     Memory,
     PartWriter,
     Settings,
@@ -113,7 +112,7 @@ def start(
         extra: tensors, numbers, text and containers of them, equal on all ranks.
         about: JSON that goes into the manifest.
         after: called in a thread of rank 0 when the checkpoint is whole.
-        blocks: see ``part_writer.Settings``; None: for ``HELD_SHARE``.
+        blocks: see ``part_writer.Settings``; None: for all that this rank copies.
     """
     policy.wait_for_param_gather()
     from_first_rank(lambda: directory.begin(path))
@@ -135,7 +134,7 @@ def _begin(
     kind = device().type
     num_bytes = _about_bytes(stored)
     if blocks is None:
-        blocks = max(_WAITING_BLOCKS, math.ceil(HELD_SHARE * num_bytes / BLOCK_BYTES))
+        blocks = max(_WAITING_BLOCKS, math.ceil(num_bytes / BLOCK_BYTES))
     settings = Settings(WRITER_THREADS[kind], kind == "cuda", blocks)
     memory = policy.checkpoint_memory
     writer = PartWriter(partial, dist.get_rank(), num_bytes, settings, memory)

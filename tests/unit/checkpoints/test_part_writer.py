@@ -341,3 +341,33 @@ def test_a_writer_that_is_killed_leaves_the_last_whole_checkpoint(tmp_path):
     assert directory.damaged(old, directory.file_names(old)) is None
     directory.clean(root)
     assert sorted(path.name for path in root.iterdir()) == ["step_000001"]
+
+
+def test_threads_wait_for_copies_on_the_device_of_the_run(tmp_path, monkeypatch):
+    """A new thread is on device 0, where waiting would open a context for every other rank."""
+    devices: dict[int, int] = {}
+    waited: list[int | None] = []
+
+    class Event:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            waited.append(devices.get(threading.get_ident()))
+
+    class OrdinaryMemory(Memory):
+        def take(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
+            return super().take(num_bytes, pinned=False)
+
+    def set_device(index: int) -> None:
+        devices[threading.get_ident()] = index
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    path = tmp_path / "step_000001"
+    writer = PartWriter(directory.begin(path), 0, 120, Settings(2, True, 4), OrdinaryMemory())
+    writer.copy(ARRAY.view(-1), 0, [WHOLE])
+    writer.close()
+    writer.join()
+    assert writer.error is None and waited and set(waited) == {3}
