@@ -15,7 +15,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,13 @@ from torch import Tensor
 from megatron_rl.checkpoints import directory, facts, safe_load
 from megatron_rl.checkpoints.part_writer import (
     BLOCK_BYTES,
-    Memory,
     PartWriter,
     Settings,
     saved_bytes,
 )
 from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.config.number_formats import format_name
-from megatron_rl.config.schema import ModelConfig, ParallelConfig
-from megatron_rl.models import Architecture
 from megatron_rl.policy.optimizer import create_state, parts
-from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.precision import plain
 from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.state.stored_state import (
@@ -60,26 +56,7 @@ WRITER_THREADS = {"cuda": 4, "cpu": 1}
 # Blocks of host memory of a save that is waited for: one is filled while others are written.
 _WAITING_BLOCKS = 2
 _COMPARED = 2**20  # elements at a time: what a core's cache keeps
-
-
-class TrainingState(Protocol):
-    """What a checkpoint takes of a MegatronPolicy, and gives back to it."""
-
-    model: ModelConfig
-
-    arch: Architecture
-    parallel: ParallelConfig
-    config: Any  # megatron's TransformerConfig
-    ranks: Ranks
-    optimizer: Any  # a MegatronOptimizer
-    optimizer_steps: int
-    reference: Reference | None
-    checkpoint_memory: Memory
-
-    @property
-    def modules(self) -> Sequence[Any]: ...
-
-    def wait_for_param_gather(self) -> None: ...
+TrainingState = Any  # a MegatronPolicy, whose module imports this one
 
 
 def save(
