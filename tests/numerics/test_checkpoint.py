@@ -20,11 +20,11 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.state import checkpoint
 from megatron_rl.policy.state.export import export_hf
 from megatron_rl.runtime.launch import gather_objects
+from tests.numerics import megatron_checkpoint
 from tests.numerics.checkpoint_arrays import same_arrays
 from tests.numerics.policy_state import record
 from tests.numerics.small_policy import OVERLAPPED, SHARDED, Case, build, trajectory, update
 from tests.ranks import call
-from tools.bench import megatron_checkpoint
 
 STEP_0 = "step_000000"
 STEP_2 = "step_000002"
