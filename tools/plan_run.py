@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.checkpoints.part_writer import HELD_SHARE
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.rules.cache import token_bytes
 from megatron_rl.config.rules.checks import check
+from megatron_rl.config.rules.engine_checks import token_bytes
 from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Method

@@ -71,6 +71,8 @@ def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evalua
             " HF directory by tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY --config"
             " MODEL"
         )
+    if weights.is_checkpoint:
+        directory.check_whole(found)
     values = _values_of_model(path) if run is None else values_of_run(run)
     if not weights.is_checkpoint:
         values["model"]["path"] = str(found)

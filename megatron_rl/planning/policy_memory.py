@@ -91,7 +91,7 @@ def policy_memory(
 def _optimizer_bytes(
     count: Counts, parallel: ParallelConfig, precision: PrecisionConfig, world_size: int
 ) -> int:
-    """Two moments of each parameter, and the float32 weights beside bfloat16 ones."""
+    """Two moments of each parameter, and the float32 weights next to bfloat16 ones."""
     state_bytes = 2 * ITEM_BYTES[precision.adam_moments]
     if precision.params == "bfloat16":
         state_bytes += FLOAT32_BYTES

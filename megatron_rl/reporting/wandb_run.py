@@ -54,13 +54,8 @@ class WandbRun:
             config=dict(record),
             settings=wandb.Settings(finish_timeout=_FINISH_S, quiet=True),
         )
-        self._add(earlier)
-
-    def _add(self, earlier: Sequence[Row]) -> None:
-        if not earlier:
-            return
         # Asked once: it is a message to wandb's own process. Rows of steps before this one it has.
-        next_step = self._run.step
+        next_step = self._run.step if earlier else 0
         for row in earlier:
             if int(row["step"] or 0) >= next_step:
                 self({key: math.nan if value is None else value for key, value in row.items()})

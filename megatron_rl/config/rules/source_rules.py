@@ -51,10 +51,7 @@ def _with_servers(config: Config) -> Iterator[str]:
             " weights in any case; set it to lockstep, or raise source.staleness"
         )
     if config.weight_sync.method == "gather":
-        yield (
-            "weight_sync.method = gather: servers take their weights by a plan; set it to auto or"
-            " reshard"
-        )
+        yield "weight_sync.method = gather: servers take weights by a plan; set it to auto"
     if config.rollout.quantization is not None:
         yield (
             f"rollout.quantization = {config.rollout.quantization}: servers take weights in the"
@@ -98,10 +95,7 @@ def _with_annealing(config: Config) -> Iterator[str]:
             " a response; set rollout.temperature=1.0, or rollout.anneal.start=null"
         )
     if anneal.start is not None and anneal.end > anneal.start:
-        yield (
-            f"rollout.anneal.end = {anneal.end:g}: {key} is lower, and the temperature falls; lower"
-            " end, or raise start"
-        )
+        yield f"rollout.anneal.end = {anneal.end:g}: is above {key}, and must not be; lower it"
     if anneal.decay_limit < anneal.decay_tokens:
         yield (
             f"rollout.anneal.decay_limit = {anneal.decay_limit:g}: less than"

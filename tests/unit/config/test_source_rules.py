@@ -88,7 +88,7 @@ def test_what_goes_together(overrides):
             "differ on purpose; set it to null",
         ),
         (["source=servers", "source.schedule=free"], "set it to lockstep, or raise"),
-        (["source=servers", "weight_sync.method=gather"], "servers take their weights by a plan"),
+        (["source=servers", "weight_sync.method=gather"], "servers take weights by a plan"),
         (["source=servers", "memory.offload=[optimizer]"], "share no device"),
         (PARTIAL, "method.mismatch.kind = none does not correct"),
         (
@@ -97,7 +97,7 @@ def test_what_goes_together(overrides):
         ),
         (
             [*ANNEALED, "rollout.anneal.end=1.3"],
-            "rollout.anneal.end = 1.3: rollout.anneal.start = 1.2 is lower",
+            "rollout.anneal.end = 1.3: is above rollout.anneal.start = 1.2",
         ),
         (
             [*ANNEALED, "rollout.anneal.decay_limit=400.0"],
