@@ -41,7 +41,7 @@ def training_job(
         stream=PromptStream(loader),
         plan=SamplingPlan(sampling, seed, hooks=hooks, **plan),
         wants_group=method.wants_group,
-        verdicts=VerdictRules(method.needs.min_group, max_excluded_share),
+        verdicts=VerdictRules(method.config.min_group, max_excluded_share),
         demonstrations=demonstrations,
     )
 

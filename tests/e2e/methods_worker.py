@@ -48,7 +48,7 @@ def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
         source.job,
         rules=step_rules(method, batch.prompts_per_step, batch.responses_per_prompt),
         wants_group=method.wants_group,
-        verdicts=VerdictRules(method.needs.min_group, config.reward.max_excluded_share),
+        verdicts=VerdictRules(method.config.min_group, config.reward.max_excluded_share),
         stream=PromptStream(source.job.stream._loader),
         demonstrations=demonstrations_of(config) if has_demonstrations else None,
     )

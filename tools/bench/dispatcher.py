@@ -86,7 +86,7 @@ def one_step(num_replicas: int, num_responses: int, method: str) -> tuple[int, f
         stream=PromptStream(PromptLoader(prompts, seed=1, shuffle=True)),
         plan=SamplingPlan(Sampling(PER_PROMPT, 8000), 1),
         wants_group=chosen.wants_group,
-        verdicts=VerdictRules(chosen.needs.min_group, 0.0),
+        verdicts=VerdictRules(chosen.config.min_group, 0.0),
     )
     backend = Formula(0)
     scheduler = Scheduler(job.rules)

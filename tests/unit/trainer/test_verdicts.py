@@ -101,7 +101,7 @@ def test_every_method_has_the_gradient_of_the_step_without_them(name):
     if name == "pass_at_k":  # its k is 4, and 3 of group 0 are left
         gone |= set(np.flatnonzero(group_ids == 0))
     by_hand = [row for row in range(len(step)) if row not in gone]
-    found = gradient_of(name, step, everything, judged_rows(step, failed, method.needs.min_group))
+    found = gradient_of(name, step, everything, judged_rows(step, failed, method.config.min_group))
     wanted = gradient_of(name, step, everything, by_hand)
     assert torch.equal(found, wanted) and found.abs().sum() > 0
 
