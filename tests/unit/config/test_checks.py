@@ -62,10 +62,7 @@ def test_ranks_may_share_a_key_value_head(run):
     assert run(4, "parallel.tensor=4", "rollout.tensor=4") == []
 
 
-@pytest.mark.parametrize(
-    ("world_size", "overrides", "key"),
-    ROWS["each_clash_is_named"],
-)
+@pytest.mark.parametrize(("world_size", "overrides", "key"), ROWS["each_clash_is_named"])
 def test_each_clash_is_named(run, world_size, overrides, key):
     found = run(world_size, *overrides)
     assert len(found) == 1, found

@@ -57,10 +57,7 @@ def test_blackwell_has_mxfp8_and_the_fp8_rollout():
     assert problems(BLACKWELL, "precision=mxfp8", "rollout=vllm_fp8") == []
 
 
-@pytest.mark.parametrize(
-    ("machine", "overrides", "texts"),
-    ROWS["what_is_not_there_is_refused"],
-)
+@pytest.mark.parametrize(("machine", "overrides", "texts"), ROWS["what_is_not_there_is_refused"])
 def test_what_is_not_there_is_refused(machine, overrides, texts):
     if isinstance(machine, str):
         machine = MACHINES[machine]
@@ -79,12 +76,7 @@ def test_several_things_are_said_at_once_and_apex_is_a_fused_adam():
 def test_sizes_of_a_rank_by_hand():
     assert list(
         linear_sizes(config("parallel.tensor=4").parallel, model_sizes(QWEN2_5_7B)).values()
-    ) == [
-        3584,
-        36 * 128 // 4,
-        896,
-        4736,
-    ]
+    ) == [3584, 36 * 128 // 4, 896, 4736]
     experts = {
         "hidden_size": 2048,
         "num_attention_heads": 32,

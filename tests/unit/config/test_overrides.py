@@ -59,10 +59,7 @@ def test_the_form_that_is_named_can_be_typed(key, value):
     assert composed == value
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    ROWS["each_mistake_is_named_in_the_users_words"],
-)
+@pytest.mark.parametrize(("override", "expected"), ROWS["each_mistake_is_named_in_the_users_words"])
 def test_each_mistake_is_named_in_the_users_words(override, expected):
     assert re.search(expected, problem(override))
 

@@ -33,10 +33,7 @@ def config(*overrides: str) -> Config:
     return validate(Config, compose("config", [*required, *overrides]), "the configuration")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    ROWS["a_value_out_of_its_range_is_named"],
-)
+@pytest.mark.parametrize(("override", "message"), ROWS["a_value_out_of_its_range_is_named"])
 def test_a_value_out_of_its_range_is_named(override, message):
     with pytest.raises(ConfigError, match=message):
         config(override)
@@ -131,10 +128,7 @@ def test_sizes_that_are_not_told_are_not_judged(checked, tmp_path):
     assert checked("rollout.kv_cache_gib=1e-5") == []
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    ROWS["data_that_is_not_there_is_named"],
-)
+@pytest.mark.parametrize(("override", "message"), ROWS["data_that_is_not_there_is_named"])
 def test_data_that_is_not_there_is_named(checked, override, message):
     (problem,) = checked(override)
     assert message in problem
