@@ -3,15 +3,11 @@ remedy."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import yaml
 
-from megatron_rl.config.load import compose, validate
 from megatron_rl.config.model_config import model_sizes
 from megatron_rl.config.rules.hardware import Machine, linear_sizes, machine_problems
-from megatron_rl.config.schema import Config
+from tests.unit.config.made_configs import ROWS, config
 
 QWEN2_5_7B = {
     "hidden_size": 3584,
@@ -24,15 +20,6 @@ CPU = Machine(None, None, "torch")
 HOPPER = Machine((9, 0), "2.11.0", "transformer_engine")
 BLACKWELL = Machine((10, 0), "2.11.0+abc", "transformer_engine")
 MACHINES = {"CPU": CPU, "HOPPER": HOPPER, "WITHOUT_ENGINE": Machine((9, 0), None, "apex")}
-ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
-
-
-def config(*overrides: str) -> Config:
-    return validate(
-        Config,
-        compose("config", ["model.path=m", "data.train=t", "data.eval=e", *overrides]),
-        "test",
-    )
 
 
 def problems(machine: Machine, *overrides: str, model=QWEN2_5_7B) -> list[str]:
