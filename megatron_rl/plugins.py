@@ -91,7 +91,8 @@ def _import_source(name: str, origin: str) -> ModuleType:
         return _import_file(Path(name).resolve())
     except RegistrationError as error:
         raise ValueError(f"{origin} = {name}: {error}") from error
-    except Exception as error:
+    # A program that is no module ends the process at its end, or where it reads its arguments.
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{origin} = {name}: cannot be imported ({named(error)}){place(error)}; "
             "give a module that Python can import, or the path of a .py file"

@@ -178,6 +178,14 @@ def check(path: Path) -> dict[str, Any]:
     return info
 
 
+def check_whole(path: Path) -> None:
+    """Reads all files; raises ValueError where one is not what was written."""
+    check(path)
+    wrong = damaged(path, file_names(path))
+    if wrong is not None:
+        raise ValueError(f"checkpoint {path}: {wrong}; choose another one, or delete it")
+
+
 def newest_valid(root: Path, below: int | None = None) -> Path | None:
     """The whole checkpoint with the highest step, or None; warns of each newer one that is damaged.
 

@@ -124,7 +124,9 @@ def compose(
         raise ConfigError([_unknown_option(group, option, groups)], "the overrides") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_composition_problem(error, overrides)], "the overrides") from error
-    except yaml.YAMLError as error:  # of a user's folder; it names the file, line and column
+    # Of a user's folder: no YAML (which names file, line and column), no text, or a file that
+    # includes itself.
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         text = " ".join(str(error).split())
         raise ConfigError([f"not YAML: {text}; correct the file"], "the options") from error
     # A file of a group comes as {method: {...}}.

@@ -29,11 +29,7 @@ class Evaluator:
     """Answers a fixed set of prompts and reports the ``eval/`` metrics."""
 
     def __init__(
-        self,
-        config: Config,
-        sampler: AnswersPrompts,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
+        self, config: Config, sampler: AnswersPrompts, prompts: Sequence[Prompt], sampling: Sampling
     ) -> None:
         self.config = config.evaluation
         self._max_excluded_share = config.reward.max_excluded_share
@@ -63,11 +59,7 @@ class Evaluator:
 
 
 def build_evaluator(
-    config: Config,
-    sampler: AnswersPrompts,
-    data: Data,
-    method: Method,
-    stop_ids: tuple[int, ...],
+    config: Config, sampler: AnswersPrompts, data: Data, method: Method, stop_ids: tuple[int, ...]
 ) -> Evaluator:
     """Held-out prompts are answered by the engine alone."""
     prompts = data.held_out_prompts[: config.evaluation.num_prompts]

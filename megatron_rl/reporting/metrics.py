@@ -33,7 +33,9 @@ TABLE: Mapping[str, Metric] = {
     "rollout/response_tokens_max": Metric("longest response", "tokens"),
     "rollout/truncated_share": Metric("responses cut by the length limit", "share"),
     "rollout/discarded_groups": Metric("groups thrown away by dynamic sampling", "groups"),
-    "rollout/tries": Metric("prompts seen by dynamic sampling, in steps, rounded up", "batches"),
+    "rollout/sampling_rounds": Metric(
+        "prompts seen by dynamic sampling, in steps, rounded up", "batches"
+    ),
     "rollout/num_responses": Metric("responses of the step", "responses"),
     "rollout/temperature_mean": Metric("annealed sampling only: mean over response tokens"),
     "rollout/temperature_min": Metric("the same: lowest"),
@@ -62,7 +64,7 @@ TABLE: Mapping[str, Metric] = {
     "tokens/filtered": Metric("of responses that a filter of the method leaves out", "tokens"),
     "tokens/no_verdict": Metric("of responses without a verdict, or in too small groups", "tokens"),
     "tokens/dropped": Metric("of groups that rollout hooks have dropped", "tokens"),
-    "tokens/unused": Metric(
+    "tokens/discarded": Metric(
         "of groups that dynamic sampling refused, sampled ahead and not needed, or beyond the end"
         " of a step of partial rollouts",
         "tokens",
@@ -121,7 +123,9 @@ TABLE: Mapping[str, Metric] = {
     "time/start_restore_s": Metric("the same row: loading the checkpoint, where there is one", "s"),
     "time/start_sync_s": Metric("the same row: the first weight sync", "s"),
     "throughput/response_tokens_per_s": Metric("response tokens / seconds of the step", "tokens/s"),
-    "throughput/unused_tokens_share": Metric("sampled tokens of no response of the step", "share"),
+    "throughput/discarded_tokens_share": Metric(
+        "sampled tokens of no response of the step", "share"
+    ),
     "memory/rss_gib": Metric("resident memory of rank 0", "GiB"),
     "memory/": Metric(
         "PHASE_KIND_gib: in use on rank 0 at the end of a phase. Kinds: allocated and reserved by"

@@ -15,7 +15,7 @@ from megatron_rl.reporting.row_file import check_rows
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, ResumePoint
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.guard import lock
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 
 logger = logging.getLogger(__name__)
 

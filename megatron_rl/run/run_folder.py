@@ -50,7 +50,7 @@ from megatron_rl.run.start import (
 from megatron_rl.runtime import disk, random_state
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import Signals
 

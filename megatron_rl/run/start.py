@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,18 @@ class ResumePoint:
     checkpoint: Path | None
     step: int
     changes: tuple[Difference, ...] = ()
+
+
+def with_date(config: Config, world: World) -> Config:
+    """Collective: ``config`` with the day that chat templates show: as given, or that of the run so
+    far, or today. A run whose prompts change at midnight could not be resumed."""
+    if config.data.template_date is not None:
+        return config
+    record = world.from_main(lambda: read_record(Path(config.run_dir) / CONFIG)) or {}
+    today = world.from_main(lambda: str(date.today()))
+    day = record.get("data", {}).get("template_date") or today
+    data = config.data.model_copy(update={"template_date": day})
+    return config.model_copy(update={"data": data})
 
 
 def finished_already(config: Config, world: World) -> bool:

@@ -30,6 +30,7 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
     "optim.clip_grad": "max_grad_norm",
     "optim.warmup_steps": "warmup_ratio",
     "logging.wandb_project": "project_name",
+    "source.request_timeout_factor": "give_up_factor",  # its former name
 }
 NAMES_HERE: Mapping[str, str] = {
     name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()

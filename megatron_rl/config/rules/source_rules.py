@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.schema import Config
+from megatron_rl.hooks import ROLLOUT_HOOKS
 
 # Weights of the policy term that undo what older weights have sampled, and are bounded.
 _IMPORTANCE_WEIGHTS = ("tis", "icepop")
@@ -79,8 +80,8 @@ def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
 
 
 def _with_hooks(config: Config) -> Iterator[str]:
-    for name, hook in config.rollout_hooks.items():
-        if hook.changes_temperature:
+    for name in config.rollout_hooks:
+        if ROLLOUT_HOOKS[name].changes_temperature:
             why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
 
@@ -107,8 +108,8 @@ def _with_annealing(config: Config) -> Iterator[str]:
             " has tokens of several steps, hence of several schedules, and the logprobs of the"
             " policy are defined by one; set it to 0"
         )
-    for name, hook in config.rollout_hooks.items():
-        if hook.changes_temperature:
+    for name in config.rollout_hooks:
+        if ROLLOUT_HOOKS[name].changes_temperature:
             yield (
                 f"rollout_hooks.{name}: defines the temperature of the tokens of a response, and so"
                 f" does {key}: one token cannot have two; leave {name} out, or set"

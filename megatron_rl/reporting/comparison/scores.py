@@ -135,9 +135,9 @@ def _tokens(run: Run, *, sampled: bool) -> list[float]:
     for row in run.rows:
         mean = row.get("rollout/response_tokens_mean")
         count = row.get("rollout/num_responses")
-        unused = row.get("throughput/unused_tokens_share") or 0.0
+        discarded = row.get("throughput/discarded_tokens_share") or 0.0
         if mean is not None and count is not None:
             # The share is one of all sampled tokens: 300 that were trained and 0.25 are 400.
-            left = 1 - unused if sampled and unused < 1 else 1.0
+            left = 1 - discarded if sampled and discarded < 1 else 1.0
             of_steps.append(mean * count / left)
     return of_steps

@@ -126,7 +126,7 @@ def test_cost_by_hand(tmp_path):
     step = {
         "rollout/response_tokens_mean": 30.0,
         "rollout/num_responses": 8,
-        "throughput/unused_tokens_share": 0.25,
+        "throughput/discarded_tokens_share": 0.25,
         "time/step_s": 2.0,
     }
     first = [{"step": 0, "time/evaluation_s": 5.0}, {**step, "step": 1}, {**step, "step": 2}]
