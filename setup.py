@@ -88,8 +88,12 @@ EXTRAS = {
     "datasets": ["datasets>=4"],
     # The scanned digits of tools/make_vision_tasks.py.
     "vision": ["scikit-learn>=1.5"],
+    # The site of the documentation, tools/docs/build.py.
+    "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
     "test": [
         "datasets>=4",
+        "mkdocs-material>=9.5",
+        "mkdocstrings[python]>=0.27",
         "scikit-learn>=1.5",
         "pytest>=8.2",
         "pytest-timeout",

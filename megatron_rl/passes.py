@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from megatron_rl.loss.batch import LossOutput
 from megatron_rl.types import SequenceBatch
 
 
@@ -43,8 +44,8 @@ class Output:
         value: its only setting, e.g. how many tokens, or a probability.
         gradient: the loss takes a gradient through it.
         compute: ``(hidden, weight, head, value) -> [t]`` from the last hidden states ``[t, h]``,
-            this rank's rows of the output layer, and ``policy.passes.head.Head``; None for those
-            that the policy computes with the logprobs: entropy, topk_logprobs, is_argmax, and
+            this rank's rows of the output layer, and ``policy.passes.logprobs.Head``; None for
+            those that the policy computes with the logprobs: entropy, topk_logprobs, is_argmax, and
             prompt_logprobs, which are of the prompts' tokens.
     """
 
@@ -85,20 +86,6 @@ class TokenView:
         called then."""
         columns = {name: choose(values) for name, values in self.columns.items()}
         return replace(self, index=index, logprobs=choose(self.logprobs), columns=columns)
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """What one micro-batch contributes to the loss of its minibatch.
-
-    The sum over micro-batches and data x context parallel ranks is the minibatch value. The same
-    holds for every metric but those whose key ends in ``_max``, which are reduced by maximum.
-
-    Example: ``LossOutput(tensor(0.03), {"loss/kl": tensor(0.01), "ratio_max": tensor(1.2)})``.
-    """
-
-    loss: Float[Tensor, ""]
-    metrics: Mapping[str, Tensor]
 
 
 TokenLoss = Callable[[TokenView], LossOutput]

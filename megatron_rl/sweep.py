@@ -15,6 +15,7 @@ at equal seed with 95 % intervals. Exit code 1 when a run failed.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -22,12 +23,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from megatron_rl.config.cli.command_line import Root, add_root, handed_on, root_of
 from megatron_rl.errors import close_names, did_you_mean
 from megatron_rl.plugins import add_plugin_option, load_plugins, loaded
 from megatron_rl.reporting.metrics import TABLE, defined
 from megatron_rl.runtime.guard import lock
-from megatron_rl.sweeping import commands, record
+from megatron_rl.sweeping import commands
 from megatron_rl.sweeping.machine import shares
 from megatron_rl.sweeping.running import Runner, Stopped, SweepOutcome
 from megatron_rl.sweeping.summary import summary
@@ -49,7 +52,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nproc", type=int, required=True, help=nproc)
     parallel = (
         "runs at a time: here 1 unless given, with several each gets its share of the GPUs;\n"
-        "of a Slurm array as many as there is room for unless given"
+        "of a Slurm array as many as fit unless given"
     )
     add("--parallel", type=int, metavar="N", help=parallel)
     metric = f"metric of the table at the end, may be repeated (default {_SCORE})"
@@ -132,7 +135,7 @@ def _submit(options: argparse.Namespace, trials: Sequence[Trial], words: Sequenc
     command = slurm.command(left, file)
     if len(left) > 1:
         commands.write_trials(file, left)
-    commands.submit(command)
+    commands.run(command)
     return 0
 
 
@@ -141,7 +144,9 @@ def _run_here(options: argparse.Namespace, trials: Sequence[Trial], words: Seque
     own = [trial for trial in trials if not trial.same_as]
     parallel = min(options.parallel or 1, len(own))
     command = partial(commands.local, nproc=options.nproc, options=words)
-    outcome = Runner(command, shares(parallel, options.nproc)).run(own)
+    cores = len(os.sched_getaffinity(0))
+    machine = shares(parallel, options.nproc, os.environ, torch.cuda.device_count(), cores)
+    outcome = Runner(command, machine).run(own)
     print(summary(trials, outcome.done, options.metric or [_SCORE]), flush=True)
     _say_what_is_left(own, outcome)
     return int(bool(outcome.failed))
@@ -166,19 +171,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 when no run failed, 1 when one did or the sweep is wrong, 130 when it was stopped.
     """
-    given = sys.argv[1:] if argv is None else argv
-    options = arguments(given)
+    options = arguments(argv)
     try:
         _check_options(options)
         load_plugins(options.plugin)
         root: Root = root_of(options)
         trials = make_trials(options.overrides, options.out, root)
-        trials = with_wandb(trials, record.sweep_name(options.out))
+        trials = with_wandb(trials, options.out.resolve().name)
         words = handed_on(loaded(), root)
         if options.dry_run:
             _dry_run(options, trials, words)
             return 0
-        record.write(options.out, trials, given)
         start = _run_here if options.sbatch is None else _submit
         return start(options, trials, words)
     except ValueError as error:

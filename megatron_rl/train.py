@@ -56,18 +56,17 @@ def run(options: argparse.Namespace) -> None:
     from megatron_rl.policy.hardware import this_machine
 
     check(config, world.size, this_machine(), FAMILIES)
-    from megatron_rl.run.start import STACKS, finished_already
+    from megatron_rl.run.start import STACKS, finished_already, with_date
 
+    config = with_date(config, world)
     world.watch(config.trainer.stall_limit_s, Path(config.run_dir) / STACKS)
     if finished_already(config, world):
         return
     from megatron_rl.planning.at_start import check_memory
-    from megatron_rl.planning.balance import warn_of_idle_ranks
     from megatron_rl.runtime.display import Display
     from megatron_rl.trainer.build import build_trainer
 
     check_memory(config, world)
-    warn_of_idle_ranks(config, world.size)
     build_trainer(config, world, Display(shown=world.is_main)).run()
 
 

@@ -159,7 +159,8 @@ class Score:
     """Verdict on one response.
 
     The total reward, whether the *accuracy* reward is 1, the parts before weighting, and the answer
-    that was judged, see ``rewards.base.Verdict``.
+    that was judged, see ``rewards.base.Verdict``. ``problem``: why there is no verdict; the
+    response then takes part in nothing (``reward.on_problem=exclude``).
     Example: ``Score(reward=1.5, correct=True, parts={"accuracy": 1.0, "format": 1.0})``.
     """
 
@@ -167,6 +168,7 @@ class Score:
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
     extracted: str | None = None
+    problem: str | None = None
 
 
 class Sequences:

@@ -29,12 +29,13 @@ class Command:
 
 
 def commands() -> list[Command]:
-    """Every command of README, the pages for contributors, of examples and benchmarks, the programs
-    and the scripts, in the order of the text."""
+    """Every command of README, the guides, the pages for contributors, of examples and benchmarks,
+    the programs and the scripts, in the order of the text."""
     found = []
     pages = [
         REPO / "README.md",
         REPO / "conf/README.md",
+        *sorted((REPO / "tools/docs/pages").glob("*.md")),
         *sorted((REPO / "examples").glob("**/README.md")),
         REPO / "tools/bench/README.md",
         REPO / "tools/bench/LOG.md",

@@ -14,9 +14,11 @@ from tests.test_size import REPO, text_files
 
 README = REPO / "README.md"
 # Pages whose every number links to the record or the test that shows it.
-EVIDENT = (README, REPO / "tools/bench/LOG.md", REPO / ".github/CONTRIBUTING.md")
+GUIDES = sorted((REPO / "tools/docs/pages").glob("*.md"))
+EVIDENT = (README, *GUIDES, REPO / "tools/bench/LOG.md", REPO / ".github/CONTRIBUTING.md")
 COMMANDS_WITHIN_LINES = 30
 MAX_PAGE_LINES = 80
+MAX_README_LINES, MAX_README_WORDS = 150, 900
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A measured quantity: a number with a unit of time, rate, share or gain.
 UNITS = r"%|s|ms|min|minutes?|seconds?|hours?|(?:tok|tokens|updates|steps)/s|points|GiB|times|x"
@@ -127,6 +129,19 @@ def test_pages_of_rooms_can_be_read_at_one_go():
     lengths = {str(page.relative_to(REPO)): len(page.read_text().splitlines()) for page in pages}
     assert len(lengths) >= 7
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_PAGE_LINES}
+
+
+def test_readme_is_short():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_README_LINES
+    assert len(text.split()) <= MAX_README_WORDS
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_guide_opens_with_something_to_run_or_to_see(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ") and lines[2].startswith(("```", "!["))
+    assert len(lines) <= MAX_README_LINES
 
 
 def test_readme_begins_with_the_two_commands():

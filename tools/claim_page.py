@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from megatron_rl.reporting.comparison.curves import Band, Curve, band_of
 from megatron_rl.reporting.comparison.drawing import (
     MAX_BANDS,
     MAX_SINGLES,
-    Drawn,
-    draw_variants,
-    finish,
-    legend_line,
-    style_of,
+    Drawing,
+    write_png,
 )
 from megatron_rl.reporting.comparison.panels import unit_of
 from megatron_rl.reporting.intervals import Interval, student
@@ -38,28 +32,12 @@ UNITS = {
 
 
 def draw(claim: Claim, runs: Runs, file: Path) -> None:
-    """A panel a metric: the median over the seeds, and what ``spread`` says."""
-    num_columns = min(3, len(claim.curves))
-    num_rows = ceil(len(claim.curves) / num_columns)
-    size = (4.2 * num_columns, 3.0 * num_rows + 0.5)
-    figure = Figure(figsize=size, dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(num_rows, num_columns, squeeze=False)
-    for axes in grid.flat[len(claim.curves) :]:
-        axes.set_visible(False)
-    for axes, metric in zip(grid.flat, claim.curves, strict=False):  # the last row may be short
-        cells = []
-        for order, (cell, of_seeds) in enumerate(runs.items()):
-            cells.append(Drawn(cell, style_of(order), band_of_seeds(of_seeds, metric), order))
-        draw_variants(axes, cells, held_out=is_held_out(metric))
-        finish(axes, "step", unit(metric))
-        axes.set_title(metric, loc="left", fontsize=10, parse_math=False)
-    handles = [legend_line(style_of(order)) for order in range(len(runs))]
-    figure.legend(
-        handles, [*runs], loc="outside upper center", ncols=min(6, len(runs)), frameon=False
-    )
-    # Without the version of matplotlib: the same data give the same bytes.
-    figure.savefig(file, metadata={"Software": None})
+    """A set of axes a metric: the median over the seeds, and what ``spread`` says."""
+    drawings = []
+    for metric in claim.curves:
+        bands = [band_of_seeds(of_seeds, metric) for of_seeds in runs.values()]
+        drawings.append(Drawing(metric, unit(metric), bands, is_held_out(metric)))
+    write_png(drawings, list(runs), file)
 
 
 def unit(metric: str) -> str:
@@ -118,7 +96,7 @@ def page(
 
 
 def spread(runs: Runs) -> str:
-    """What ``draw_variants`` draws of the seeds."""
+    """What ``write_png`` draws of the seeds."""
     words = "median over the seeds"
     words += " and their range as a band" if len(runs) <= MAX_BANDS else ""
     single = sum(len(of_seeds) for of_seeds in runs.values()) <= MAX_SINGLES

@@ -40,7 +40,7 @@ DIGITS = 6
 # Kept of every run that has them: pass@64 of 64 responses begins near 1, these have room above.
 ALWAYS = ("eval/pass_at_8", "eval/pass_at_16")
 HEAD = "| claim | comparisons | those that are decided, with their intervals; else the first |"
-PAGES = (CLAIMS / "README.md", REPO / "README.md")  # with the table of claims
+PAGE = CLAIMS / "README.md"  # with the table of claims
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -199,25 +199,24 @@ def tried() -> dict[str, tuple[Claim, list[Outcome]]]:
     return found
 
 
-def table(folder: str) -> str:
-    """The claims with their verdicts, in Markdown; ``folder``: of the claims, from the page."""
+def table() -> str:
+    """The claims with their verdicts, in Markdown."""
     rows = []
     every_outcome: list[Outcome] = []
     for name, (claim, outcomes) in tried().items():
-        link = f"[{claim.title}]({folder}{name}/README.md)"
+        link = f"[{claim.title}]({name}/README.md)"
         rows.append(f"| {link} | {overall(outcomes)} | {told(outcomes)} |")
         every_outcome += outcomes
     rows.append(f"| all of them | {tally(every_outcome)} | |")
     return "\n".join([HEAD, "|---|---|---|", *rows])
 
 
-def write_table(file: Path) -> None:
-    """Puts the table in place of the one in ``file``."""
+def write_table() -> None:
+    """Puts the table in place of the one in ``PAGE``."""
     # The table goes from its head to the first blank line.
-    before, _, rest = file.read_text("utf-8").partition(HEAD)
+    before, _, rest = PAGE.read_text("utf-8").partition(HEAD)
     _, _, after = rest.partition("\n\n")
-    folder = "" if file.parent == CLAIMS else f"{CLAIMS.relative_to(file.parent).as_posix()}/"
-    file.write_text(f"{before}{table(folder)}\n\n{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{table()}\n\n{after}", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -243,8 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "data.jsonl").write_text(text, encoding="ascii")
     print(f"{folder.name}: {write_page(folder)}")
-    for file in PAGES:
-        write_table(file)
+    write_table()
     every_outcome = [one for _, outcomes in tried().values() for one in outcomes]
     print(f"all claims: {tally(every_outcome)}")
 

@@ -225,7 +225,7 @@ def warm_up(
             return LossOutput(loss=-view.logprobs.sum() / num_tokens, metrics={})
 
         plan = policy.batching.plan(batch, range(len(chosen)))
-        share = LocalBatch(batch, plan[policy.data_parallel_rank])
+        share = LocalBatch(batch, plan[policy.ranks.data_rank])
         recent = [*recent[-9:], policy.update(share, loss).loss]
     return sum(recent) / len(recent)
 

@@ -146,7 +146,6 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         correct=correct,
         group_ids=torch.arange(2).repeat_interleave(4),
         response_tokens=torch.ones(8, dtype=torch.int64),
-        truncated=~correct,
         columns={
             **dict.fromkeys(method.reads, ones),
             "progress": torch.tensor(0.5),
@@ -226,11 +225,12 @@ def claims_of(name: str) -> Iterator[str]:
 
 
 def needs_text(method: Method) -> str:
-    needs = method.needs
-    wanted = ["the reference's logprobs"] if needs.ref_logprobs else []
-    wanted += [signal.about for signal in signals_of(method).members]
-    wanted += ["dynamic sampling"] if needs.dynamic_sampling else []
-    return "; ".join([f"At least {needs.min_group} responses per prompt", *dict.fromkeys(wanted)])
+    signals = signals_of(method)
+    wanted = ["the reference's logprobs"] if signals.needs("ref") else []
+    wanted += [signal.about for signal in signals.members]
+    wanted += ["dynamic sampling"] if method.config.filters.dynamic_sampling else []
+    least = f"At least {method.config.min_group} responses per prompt"
+    return "; ".join([least, *dict.fromkeys(wanted)])
 
 
 INTRODUCTION = """\

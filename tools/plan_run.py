@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.checkpoints.part_writer import HELD_SHARE
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.rules.cache import token_bytes
 from megatron_rl.config.rules.checks import check
+from megatron_rl.config.rules.engine_checks import token_bytes
 from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Method
@@ -37,12 +37,12 @@ from megatron_rl.planning.engine_memory import (
     GIB,
     EngineMemory,
     engine_memory,
-    engine_weight_bytes,
     max_sequences,
 )
 from megatron_rl.planning.memory import StageMemory
 from megatron_rl.planning.phases import MemoryBudget, overhead_gib
 from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.signals import signals_of
 from tools.plan_sync import PRESETS, positive, whole
 from tools.planning.engine_tables import NotDeclaredError
 from tools.planning.rollout_time import (
@@ -163,13 +163,13 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
     too_large = problems(stages, config, room)
     engine = engine_memory(arch, config.rollout, cluster.gpu_gib)
     if config.source.is_servers and not engine.kv_cache:
-        too_large.append(no_cache(engine.weights, engine.sampler, config, room))
+        too_large.append(no_cache(engine.engine_weights, engine.engine_sampler, config, room))
     data_ranks = cluster.size // replica_ranks(config.parallel)
     rows = config.batch.prompts_per_minibatch * config.batch.responses_per_prompt
     page = Page(
         stages=stages,
         server_gib=server_gib(engine) if config.source.is_servers else None,
-        staged_bytes=engine.unquantized if is_beside_training(config) else 0,
+        staged_bytes=engine.engine_unquantized if is_beside_training(config) else 0,
         too_large=too_large,
         rollout=Steady(0.0, 0.0),
         train_seconds=train_seconds(config, arch, cluster, lengths),
@@ -178,31 +178,31 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
         checkpoint_seconds=checkpoint_seconds(config, stages, cluster),
         checkpoint_waits=1 - HELD_SHARE if config.checkpoint.background else 1.0,
     )
-    engines = engines_of(config, arch, cluster, lengths, engine.kv_cache)
+    engines = engines_of(config, arch, cluster, lengths, engine)
     return replace(page, rollout=rollout_of(config, lengths, engines, page))
 
 
 def server_gib(engine: EngineMemory) -> float:
     """Of a GPU of a server: its engine and what comes beside it."""
-    held = engine.weights + engine.sampler + engine.kv_cache
+    held = engine.engine_weights + engine.engine_sampler + engine.kv_cache
     return held / GIB + overhead_gib("generation", "cuda")
 
 
 def engines_of(
-    config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray, cache_bytes: int
+    config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray, engine: EngineMemory
 ) -> Engines:
     """Ranks of a replica read their share of weights and cache at the same time, stages one after
     the other. As many sequences run as the cache holds of the mean length."""
     rollout = config.rollout
     of_token = token_bytes(rollout, arch)
     step = least_decode_step(
-        rollout.pipeline * engine_weight_bytes(arch, rollout),
+        rollout.pipeline * engine.engine_weights,
         rollout.pipeline * of_token,
         cluster.memory_gb_s,
         rollout.max_prompt_tokens,
     )
     mean_tokens = rollout.max_prompt_tokens + float(lengths.mean())
-    slots = max(1, int(cache_bytes / (of_token * mean_tokens)))
+    slots = max(1, int(engine.kv_cache / (of_token * mean_tokens)))
     slots = min(slots, max_sequences(rollout, cluster.gpu_gib))
     gpus = cluster.size
     if config.source.is_servers:
@@ -239,7 +239,7 @@ def train_seconds(
     perception = config.method.perception
     passes = epochs * (4 if config.parallel.recompute == "full" else 3)
     passes *= config.method.sequences_per_response
-    passes += method.needs.ref_logprobs
+    passes += signals_of(method, config.seed).needs("ref")
     passes += perception is not None and perception.masked == "old"
     passes += epochs > 1 or batch.prompts_per_minibatch < batch.prompts_per_step
     return passes * forward / (cluster.size * cluster.tflops * 1e12)

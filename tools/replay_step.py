@@ -33,11 +33,10 @@ from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.loss import Method
 from megatron_rl.plugins import load_plugins
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.signals import signals_of
-from megatron_rl.trainer.build import tokens_per_microbatch
+from megatron_rl.trainer.build import policy_settings
 from megatron_rl.trainer.bundle import Bundle, read_bundle
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
 from megatron_rl.trainer.replay import Again, ReplayedRun, config_of, find_route
@@ -103,24 +102,13 @@ def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
     """The policy with the weights of the bundle, which may be NaN."""
     config = bundle.config
     signals = signals_of(Method(config.method), config.seed)
-    limit = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    limit += signals.extra_tokens
-    return MegatronPolicy(
-        config.model,
-        parallel,
-        config.precision,
-        config.optim,
-        PolicySettings(
-            temperature=config.rollout.temperature,
-            keep_reference=False,
-            total_optimizer_steps=1,
-            max_sequence_tokens=limit,
-            tokens_per_microbatch=tokens_per_microbatch(config),
-            share_prompts=config.batch.share_prompts,
-            require_finite=False,
-            image_processor=vision_of(config.model.path, config.data),
-        ),
+    settings = replace(
+        policy_settings(config, signals, vision_of(config.model.path, config.data)),
+        keep_reference=False,
+        total_optimizer_steps=1,
+        require_finite=False,
     )
+    return MegatronPolicy(config.model, parallel, config.precision, config.optim, settings)
 
 
 def replay(
@@ -128,7 +116,7 @@ def replay(
 ) -> Replay:
     """Collective. ``splits``: the micro-batches of each data-parallel rank."""
     config = bundle.config
-    at_once = policy.microbatch_multiple
+    at_once = policy.batching.rule.multiple
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     signals = signals_of(method, config.seed)
     experience = bundle.experience
@@ -137,10 +125,10 @@ def replay(
     tokens = experience.scored_tokens
 
     def compute(begin: int, end: int) -> Part:
-        own = splits[policy.data_parallel_rank][begin:end]
+        own = splits[policy.ranks.data_rank][begin:end]
         part = replace(local, microbatches=own)
         loss = MinibatchLoss(method, signals, experience, bundle.rows, tokens, part)
-        totals = policy.backward(*loss.batch.work, loss, signals.update_outputs)
+        totals = policy.backward(loss.batch, loss, signals.update_outputs)
         rows = [row for split in splits for microbatch in split[begin:end] for row in microbatch]
         return Part(rows, totals.loss, policy.gradient_norm())
 
@@ -275,7 +263,7 @@ def describe_step(again: Again, top: int) -> str:
     tokens = ", ".join(f"{count} of version {version}" for version, count in zip(versions, counts))
     lines = [
         f"step {recorded.step}: {len(recorded.scores)} responses to {len(recorded.uids)} prompts,"
-        f" from number {recorded.start} of the stream on; tokens: {tokens}"
+        f" from number {min(recorded.groups)} of the stream on; tokens: {tokens}"
     ]
     different = again.different
     if different is None:

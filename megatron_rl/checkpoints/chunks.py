@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+from megatron_rl.config.number_formats import format_name
 
 Range = tuple[int, int]  # begin and end, as in Python's range
 _Rectangle = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, first element
@@ -30,15 +33,17 @@ class Box:
     first: int = 0
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What is stored as one tensor: the rectangle of an array at ``offsets``, with ``sizes``."""
+class Chunk(NamedTuple):
+    """What is stored as one tensor: the rectangle of an array at ``offsets``, with ``sizes``.
+
+    ``dtype``: as in "float32". A chunk goes through JSON as the list of its fields.
+    """
 
     key: str
-    array_shape: tuple[int, ...]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    array_shape: Sequence[int]
+    dtype: str
+    offsets: Sequence[int]
+    sizes: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class ArrayLocation:
                 pairs = zip(box.offsets, offsets, strict=True)
                 at = tuple(corner + offset for corner, offset in pairs)
                 first = box.first + begin
-                chunk = Chunk(self.key, self.array_shape, self.dtype, at, sizes)
+                chunk = Chunk(self.key, self.array_shape, format_name(self.dtype), at, sizes)
                 yield chunk, (first, first + math.prod(sizes))
 
     def whole_rows(self, start: int, count: int) -> int:
@@ -77,8 +82,8 @@ class ArrayLocation:
             if box.first < start + count <= box.first + math.prod(box.sizes):
                 row = box.sizes[-1] if box.sizes else 1
                 # Elements after the last end of a row: they are left for the next range.
-                behind = (start + count - box.first) % row
-                return count - behind if behind < count else count
+                left = (start + count - box.first) % row
+                return count - left if left < count else count
         return count
 
 

@@ -33,9 +33,7 @@ def step_path(root: Path, step: int) -> Path:
 def step_of(path: Path) -> int | None:
     """12 for ``.../step_000012``; None for any other name."""
     match = STEP.fullmatch(path.name)
-    if match is None:
-        return None
-    return int(match[1])
+    return None if match is None else int(match[1])
 
 
 def begin(path: Path) -> Path:
@@ -59,17 +57,16 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
             on another machine must do so itself: this process can only do it for its own.
     """
     partial = path.with_name(path.name + PARTIAL)
-    written = [file for file in partial.rglob("*") if file.is_file()]
-    names = sorted(file.relative_to(partial).as_posix() for file in written)
+    names = sorted(
+        file.relative_to(partial).as_posix() for file in partial.rglob("*") if file.is_file()
+    )
     assert names, f"{partial} is empty"
     known = digests or {}
     files = {}
     for name in names:
-        if name in known:
-            digest = known[name]
-        else:
+        if name not in known:
             to_disk(partial / name)
-            digest = file_digest(partial / name)
+        digest = known.get(name) or file_digest(partial / name)
         files[name] = {"bytes": (partial / name).stat().st_size, "xxh3": digest}
     manifest = partial / MANIFEST
     manifest.write_text(
@@ -127,8 +124,9 @@ def problems(path: Path) -> list[str]:
     if not manifest.is_file():
         return [f"no {MANIFEST} (not a checkpoint, or its writer was stopped)"]
     try:
-        sizes = {name: int(entry["bytes"]) for name, entry in _files(path).items()}
-        _info(path)
+        content = _manifest(path)
+        sizes = {name: int(entry["bytes"]) for name, entry in content["files"].items()}
+        content["info"].items()
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} cannot be read"]
     found = []
@@ -146,7 +144,7 @@ def damaged(path: Path, names: Sequence[str]) -> str | None:
 
     Reads them whole.
     """
-    files = _files(path)
+    files = _manifest(path)["files"]
     for name in names:
         if file_digest(path / name) != files[name]["xxh3"]:
             return f"{name} is not what was written (its digest differs)"
@@ -158,18 +156,8 @@ def file_names(path: Path) -> list[str]:
 
     Dealing them out in this order gives every process about as many bytes.
     """
-    files = _files(path)
+    files = _manifest(path)["files"]
     return sorted(files, key=lambda name: (-files[name]["bytes"], name))
-
-
-def _files(path: Path) -> dict[str, Any]:
-    files: dict[str, Any] = _manifest(path)["files"]
-    return files
-
-
-def _info(path: Path) -> dict[str, Any]:
-    info: dict[str, Any] = _manifest(path)["info"]
-    return info
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -186,7 +174,16 @@ def check(path: Path) -> dict[str, Any]:
     wrong = problem(path)
     if wrong is not None:
         raise ValueError(f"checkpoint {path}: {wrong}; choose another one, or delete it")
-    return _info(path)
+    info: dict[str, Any] = _manifest(path)["info"]
+    return info
+
+
+def check_whole(path: Path) -> None:
+    """Reads all files; raises ValueError where one is not what was written."""
+    check(path)
+    wrong = damaged(path, file_names(path))
+    if wrong is not None:
+        raise ValueError(f"checkpoint {path}: {wrong}; choose another one, or delete it")
 
 
 def newest_valid(root: Path, below: int | None = None) -> Path | None:
@@ -198,7 +195,7 @@ def newest_valid(root: Path, below: int | None = None) -> Path | None:
     Args:
         below: only steps under this one.
     """
-    for step, path in reversed(numbered(root)):
+    for step, path in reversed(_numbered(root)):
         if below is not None and step >= below:
             continue
         wrong = problem(path)
@@ -210,15 +207,12 @@ def newest_valid(root: Path, below: int | None = None) -> Path | None:
 
 def newest(root: Path) -> Path | None:
     """The checkpoint with the highest step by name, whole or not; None without one."""
-    there = steps(root)
-    if not there:
-        return None
-    return there[-1]
+    return next(reversed(steps(root)), None)
 
 
 def later_steps(root: Path, step: int) -> list[Path]:
     """The checkpoints of steps after ``step`` that have all their files."""
-    return [path for other, path in numbered(root) if other > step and problem(path) is None]
+    return [path for other, path in _numbered(root) if other > step and problem(path) is None]
 
 
 def prune(root: Path, keep: int, protected: Collection[int] = (), every: int = 0) -> list[Path]:
@@ -232,7 +226,7 @@ def prune(root: Path, keep: int, protected: Collection[int] = (), every: int = 0
         every: steps that are multiples of it stay; 0: none.
     """
     assert keep >= 1, f"keep is {keep}"
-    there = numbered(root)
+    there = _numbered(root)
     newest_whole = [step for step, path in there if problem(path) is None][-keep:]
     if len(newest_whole) < keep:
         return clean(root)
@@ -272,16 +266,11 @@ def clean(root: Path) -> list[Path]:
 
 def steps(root: Path) -> list[Path]:
     """The checkpoints in ``root``, whole or not, by step."""
-    return [path for _, path in numbered(root)]
+    return [path for _, path in _numbered(root)]
 
 
-def numbered(root: Path) -> list[tuple[int, Path]]:
+def _numbered(root: Path) -> list[tuple[int, Path]]:
     """As ``steps``, each with its step."""
-    if not root.is_dir():
-        return []
-    there = []
-    for path in root.iterdir():
-        step = step_of(path)
-        if step is not None and path.is_dir():
-            there.append((step, path))
-    return sorted(there)
+    there = root.iterdir() if root.is_dir() else ()
+    found = [(step_of(path), path) for path in there if path.is_dir()]
+    return sorted((step, path) for step, path in found if step is not None)

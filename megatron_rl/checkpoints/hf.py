@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ COMPANIONS = (
     "chat_template.json",
     "*preprocessor_config.json",
 )
-# As safetensors names them. Numbers of 8 bits mean nothing without their scales.
-_FLOATS = ("F64", "F32", "F16", "BF16")
+# By their names in safetensors. Numbers of 8 bits mean nothing without their scales.
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_NAMES_SHOWN = 4
 
 
@@ -59,7 +59,7 @@ def open_tensors(file: Path) -> Any:
         return safe_open(file, framework="pt")
 
 
-def tensor_files(path: Path) -> dict[str, Path]:
+def _tensor_files(path: Path) -> dict[str, Path]:
     """The file of each tensor of a HF directory, from the index where there is one.
 
     Raises:
@@ -68,7 +68,16 @@ def tensor_files(path: Path) -> dict[str, Path]:
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if index.is_file():
-        return {name: path / file for name, file in _weight_map(index).items()}
+        files = read_json(index).get("weight_map")
+        # Names alone: one with a folder in it could lead anywhere.
+        if not isinstance(files, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in files.values()
+        ):
+            raise ValueError(
+                f"model.path: {index} has no weight_map of tensors to file names; copy it again"
+                " from the model"
+            )
+        return {name: path / file for name, file in files.items()}
     if single.is_file():
         with open_tensors(single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -78,36 +87,19 @@ def tensor_files(path: Path) -> dict[str, Path]:
     )
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> name of its file, which is in the folder of the index."""
-    files = read_json(index).get("weight_map")
-    if isinstance(files, dict) and all(_is_file_name(file) for file in files.values()):
-        return files
-    raise ValueError(
-        f"model.path: {index} has no weight_map of tensors to file names; copy it again from the"
-        " model"
-    )
-
-
-def _is_file_name(value: Any) -> bool:
-    """A name with a folder in it could lead anywhere."""
-    return isinstance(value, str) and Path(value).name == value
-
-
-def check_headers(files: Mapping[str, Path]) -> None:
-    """Reads the header of every file, and no weights.
+def _number_formats(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
+    """That of each tensor. Reads the header of every file, and no weights.
 
     Raises:
         ValueError: a file is missing or damaged, lacks a tensor that the index says it has, or
             holds one that is not a float.
     """
-    names_in: dict[Path, list[str]] = defaultdict(list)
-    for name in sorted(files):
-        names_in[files[name]].append(name)
-    for path in sorted(names_in):
+    formats = {}
+    by_file = sorted(files, key=lambda name: (files[name], name))
+    for path, names in groupby(by_file, key=files.__getitem__):
         with open_tensors(path) as file:
             present = set(file.keys())
-            for name in names_in[path]:
+            for name in names:
                 if name not in present:
                     raise ValueError(
                         f"model.path: {path} holds no tensor {name}, but the index says so; copy"
@@ -120,6 +112,8 @@ def check_headers(files: Mapping[str, Path]) -> None:
                         f" more ({', '.join(_FLOATS)}); quantized weights are not supported, give"
                         " the model before quantization"
                     )
+                formats[name] = _FLOATS[dtype]
+    return formats
 
 
 class HfDirectory:
@@ -134,10 +128,11 @@ class HfDirectory:
 
     def __init__(self, path: Path, prefixes: Sequence[tuple[str, str]] = ()) -> None:
         self.path = path
-        stored = tensor_files(path)
-        check_headers(stored)
+        stored = _tensor_files(path)
+        formats = _number_formats(stored)
         self.files: dict[str, Path] = {}
         self._stored_names: dict[str, str] = {}
+        self._formats: dict[str, torch.dtype] = {}
         for stored_name, file in stored.items():
             name = _older_name(stored_name, prefixes)
             if name in self.files:
@@ -147,6 +142,7 @@ class HfDirectory:
                 )
             self.files[name] = file
             self._stored_names[name] = stored_name
+            self._formats[name] = formats[stored_name]
         self._open: dict[Path, Any] = {}
 
     def check(self, arch: Architecture) -> None:
@@ -203,21 +199,13 @@ class HfDirectory:
         Raises:
             ValueError: they differ.
         """
-        dtypes = {name: self._dtype(name) for name in names}
+        dtypes = {name: self._formats[name] for name in names}
         if len(set(dtypes.values())) > 1:
             raise ValueError(
                 f"{self.path}: tensors that make up one parameter differ in number format:"
                 f" {dtypes}; convert them to one"
             )
         return dtypes[names[0]]
-
-    def _dtype(self, name: str) -> torch.dtype:
-        with open_tensors(self.files[name]) as file:
-            stored = file.get_slice(self._stored_names[name])
-            # An empty slice has the torch type without the data; a scalar cannot be sliced.
-            if not stored.get_shape():
-                return file.get_tensor(self._stored_names[name]).dtype
-            return stored[:0].dtype
 
 
 def _older_name(name: str, prefixes: Sequence[tuple[str, str]]) -> str:

@@ -23,9 +23,8 @@ from megatron_rl.checkpoints import nemo_format
 from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings, saved_bytes
-from megatron_rl.checkpoints.receipt import from_json, receipt_path
-from megatron_rl.checkpoints.safe_load import INDEX, SafeReader
-from megatron_rl.checkpoints.sealing import index
+from megatron_rl.checkpoints.safe_load import INDEX, read_index
+from megatron_rl.checkpoints.sealing import Receipt, index, receipt_path
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -35,7 +34,7 @@ from megatron_rl.models.parameter_map import (
     hf_shapes,
     local_shape,
     model_parameters,
-    parameter_slices,
+    part_of,
     shards,
     tensor_slices,
 )
@@ -136,7 +135,7 @@ def to_megatron(item: LayerTensor, arch: Architecture, tensors: dict[str, Tensor
     whole = torch.empty(item.shape, dtype=next(iter(tensors.values())).dtype)
     # Tensor rank 0 of 1 has all of it.
     for shard in shards(item.parameter, arch, arch.vocab_size, 0, 1):
-        whole[parameter_slices(shard)] = tensors[shard.name][tensor_slices(shard)]
+        part_of(whole, shard).copy_(tensors[shard.name][tensor_slices(shard)])
     return whole
 
 
@@ -149,7 +148,7 @@ def to_hf(item: LayerTensor, arch: Architecture, whole: Tensor) -> dict[str, Ten
     tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in item.parameter.names}
     rows = whole.shape[0] if item.parameter.slot.kind == "vocab" else arch.vocab_size
     for shard in shards(item.parameter, arch, rows, 0, 1):
-        tensors[shard.name][tensor_slices(shard)] = whole[parameter_slices(shard)]
+        tensors[shard.name][tensor_slices(shard)] = part_of(whole, shard)
     return tensors
 
 
@@ -180,9 +179,10 @@ def write(
         writer.join()
     if writer.error is not None:
         raise writer.error
-    receipt = receipt_path(path, 0)
-    (path / INDEX).write_bytes(pickle.dumps(index(from_json(receipt.read_bytes()).stored)))
-    receipt.unlink()
+    written = Receipt()
+    written.add(receipt_path(path, 0).read_bytes())
+    (path / INDEX).write_bytes(pickle.dumps(index(written.stored)))
+    receipt_path(path, 0).unlink()
     torch.save({}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
 
@@ -202,11 +202,9 @@ class CheckpointReader:
                 f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)"
             )
         self.path = path
-        reader = FileSystemReader(path) if allow_pickle else SafeReader(path)
-        self.metadata = reader.read_metadata()
-        prefixed = any(
-            key.startswith(nemo_format.PREFIX) for key in self.metadata.state_dict_metadata
-        )
+        self.metadata = FileSystemReader(path).read_metadata() if allow_pickle else read_index(path)
+        keys = self.metadata.state_dict_metadata
+        prefixed = any(key.startswith(nemo_format.PREFIX) for key in keys)
         self.prefix = nemo_format.PREFIX if prefixed else ""
 
     def _array(self, item: LayerTensor) -> tuple[str, TensorStorageMetadata]:

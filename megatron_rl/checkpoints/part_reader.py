@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
@@ -20,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from megatron_rl.checkpoints.chunks import ArrayLocation, Chunk
-from megatron_rl.checkpoints.overlaps import Overlap, StoredRectangles
 from megatron_rl.checkpoints.safe_load import load_plain
 
 
@@ -46,7 +46,7 @@ class PartReader:
         that belongs to ``place``."""
         for chunk, (low, high) in place.chunks(start, start + values.numel()):
             # A view: what is read goes into the tensor itself.
-            target = values[low - start : high - start].view(chunk.sizes)
+            target = values[low - start : high - start].view(tuple(chunk.sizes))
             self._wanted[place.key].append((chunk, target, place.may_differ))
 
     def want_object(self, key: str) -> None:
@@ -113,28 +113,44 @@ class PartReader:
 def read_items(
     key: str, array: TensorStorageMetadata, wanted: Sequence[Chunk]
 ) -> Iterator[ReadItem]:
-    """The overlaps of each needed chunk with the stored ones, in the order of the needed chunks."""
+    """What the stored rectangles of an array have of each needed chunk, in the order of the chunks.
+
+    torch sorts rectangles along one axis. Those of an array that stacks layers and experts nearly
+    all overlap there, so that every needed one is compared with all that any rank has stored. Here
+    they are sorted by the numbers of their first and last element in the flattened array.
+    """
     stored = array.chunks
-    rectangles = StoredRectangles(
-        array.size, [chunk.offsets for chunk in stored], [chunk.sizes for chunk in stored]
-    )
+    table = (len(stored), len(array.size))
+    begin = np.array([chunk.offsets for chunk in stored], dtype=np.int64).reshape(table)
+    end = begin + np.array([chunk.sizes for chunk in stored], dtype=np.int64).reshape(table)
+    # Of each axis the product of the lengths after it; the cut is for a scalar, without axes.
+    after = np.array([*array.size[1:], 1], dtype=np.int64)
+    strides = np.cumprod(after[::-1])[::-1][: len(array.size)]
+    order = np.argsort(begin @ strides, kind="stable")
+    firsts = (begin @ strides)[order]
+    # Where a rectangle ends before the needed one begins, but one sorted before it does not, both
+    # are compared.
+    furthest = np.maximum.accumulate(((end - 1) @ strides)[order])
     for number, chunk in enumerate(wanted):
-        for overlap in rectangles.overlapping(chunk.offsets, chunk.sizes):
-            source = stored[overlap.number]
+        corner = np.array(chunk.offsets, dtype=np.int64)
+        edge = corner + np.array(chunk.sizes, dtype=np.int64)
+        # Neither row ever falls: all before ``low`` end before the needed one begins, and all from
+        # ``high`` on begin after its last element.
+        low = np.searchsorted(furthest, corner @ strides, side="left")
+        high = np.searchsorted(firsts, (edge - 1) @ strides, side="right")
+        near = order[low:high]
+        starts = np.maximum(begin[near], corner)
+        lengths = np.minimum(end[near], edge) - starts
+        for place in np.flatnonzero((lengths > 0).all(axis=1)):
+            source = stored[near[place]].offsets
             yield ReadItem(
                 LoadItemType.TENSOR,
                 dest_index=MetadataIndex(key, torch.Size(chunk.offsets), number),
-                dest_offsets=_from(chunk.offsets, overlap),
-                storage_index=MetadataIndex(key, source.offsets, overlap.number),
-                storage_offsets=_from(source.offsets, overlap),
-                lengths=torch.Size(overlap.sizes),
+                dest_offsets=torch.Size((starts[place] - corner).tolist()),
+                storage_index=MetadataIndex(key, source, int(near[place])),
+                storage_offsets=torch.Size((starts[place] - begin[near[place]]).tolist()),
+                lengths=torch.Size(lengths[place].tolist()),
             )
-
-
-def _from(corner: Sequence[int], overlap: Overlap) -> torch.Size:
-    """Where the overlap begins, counted from ``corner``."""
-    pairs = zip(overlap.offsets, corner, strict=True)
-    return torch.Size([offset - first for offset, first in pairs])
 
 
 class _Targets(DefaultLoadPlanner):

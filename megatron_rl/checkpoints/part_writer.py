@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoints.chunks import ArrayLocation, Chunk, Range
 from megatron_rl.checkpoints.directory import to_disk
-from megatron_rl.checkpoints.receipt import Receipt, StoredItem, receipt_path, to_json
+from megatron_rl.checkpoints.sealing import Receipt, StoredItem, receipt_path
 
 # Large enough for a disk; a power of 2, in which torch takes page-locked memory.
 BLOCK_BYTES = 2**25
@@ -107,14 +107,15 @@ class PartWriter:
         self._block: _Block | None = None
         self._blocks = 0
         self._small_files: list[tuple[str, bytes]] = []
+        self._receipt = Receipt()
         self._queues: list[queue.SimpleQueue[_Block | None]] = []
-        self._receipts = [Receipt() for _ in range(settings.threads)]
         self._threads: list[threading.Thread] = []
         for number in range(settings.threads):
-            self._queues.append(queue.SimpleQueue())
-            thread = threading.Thread(target=self._work, args=(number,), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            blocks: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
+            arguments = (blocks, f"__{rank}_{number}.distcp")
+            self._queues.append(blocks)
+            self._threads.append(threading.Thread(target=self._work, args=arguments, daemon=True))
+            self._threads[-1].start()
         self._last = threading.Thread(target=self._finish, daemon=True)
 
     @property
@@ -166,6 +167,7 @@ class PartWriter:
             torch.cuda.synchronize()
         for blocks in self._queues:
             blocks.put(None)
+            blocks.put(None)  # for a thread whose file is refused when it is closed: see ``_work``
         self._last.start()
 
     def join(self, within_s: float | None = None) -> None:
@@ -191,45 +193,35 @@ class PartWriter:
         self._blocks += 1
         self._block = None
 
-    def _work(self, number: int) -> None:
+    def _work(self, blocks: queue.SimpleQueue[_Block | None], name: str) -> None:
         _yield_to_the_run()
-        name = f"__{self._rank}_{number}.distcp"
         try:
             with _HashedFile(self._folder / name) as file:
-                stored = self._write_blocks(self._queues[number], file, name)
-            self._receipts[number] = Receipt({name: file.digest()}, stored)
+                for block in iter(blocks.get, None):
+                    try:
+                        self._write_block(block, file, name)
+                    finally:
+                        self._give_back(block)
+            self._receipt.digests[name] = file.digest()
         except Exception as error:  # noqa: BLE001 (kept in ``error``, raised by the caller)
             self.error = self.error or error
-            self._drop(self._queues[number])
+            # What still comes is dropped, so that no caller waits for a free block.
+            for block in iter(blocks.get, None):
+                self._give_back(block)
 
-    def _write_blocks(
-        self, blocks: queue.SimpleQueue[_Block | None], file: _HashedFile, name: str
-    ) -> list[StoredItem]:
-        stored: list[StoredItem] = []
-        while (block := blocks.get()) is not None:
-            if block.copied is not None:
-                # Copies into page-locked memory are only queued; the event is after those of this
-                # block.
-                block.copied.synchronize()
-            for key, data in block.objects:
-                stored.append(StoredItem(key, None, name, file.position, len(data)))
-                file.write(data)
-            for chunk, span, dtype in block.chunks:
-                begin = file.position
-                values = _values(block.memory, span, dtype, chunk)
-                torch.save(values, cast(IO[bytes], file))
-                stored.append(StoredItem(chunk.key, chunk, name, begin, file.position - begin))
-            self._give_back(block)
-        blocks.put(None)  # for ``_drop``: the file may still be refused when it is closed
-        return stored
-
-    def _drop(self, blocks: queue.SimpleQueue[_Block | None]) -> None:
-        """Takes what still comes, so that no caller waits for room."""
-        # For the block that was being written. There may have been none (the file could not be
-        # opened, or closed): then the part may take one block more than it should.
-        self._room.release()
-        while (block := blocks.get()) is not None:
-            self._give_back(block)
+    def _write_block(self, block: _Block, file: _HashedFile, name: str) -> None:
+        if block.copied is not None:
+            # Copies into page-locked memory are only queued; the event is after those of this
+            # block.
+            block.copied.synchronize()
+        for key, data in block.objects:
+            self._receipt.stored.append(StoredItem(key, None, name, file.position, len(data)))
+            file.write(data)
+        for chunk, span, dtype in block.chunks:
+            begin = file.position
+            torch.save(_values(block.memory, span, dtype, chunk), cast(IO[bytes], file))
+            length = file.position - begin
+            self._receipt.stored.append(StoredItem(chunk.key, chunk, name, begin, length))
 
     def _give_back(self, block: _Block) -> None:
         self._memory.give(block.memory)
@@ -246,16 +238,13 @@ class PartWriter:
             self.error = error
 
     def _write_receipt(self) -> None:
-        receipt = Receipt()
-        for of_thread in self._receipts:
-            receipt.add(of_thread)
         for name, data in self._small_files:
             _write_file(self._folder / name, data)
-            receipt.digests[name] = xxhash.xxh3_128(data).hexdigest()
+            self._receipt.digests[name] = xxhash.xxh3_128(data).hexdigest()
         # Complete when it has its name: then it may be read.
         path = receipt_path(self._folder, self._rank)
         partial = path.with_name(f"{path.name}.tmp")
-        _write_file(partial, to_json(receipt))
+        _write_file(partial, self._receipt.to_json())
         partial.rename(path)
         to_disk(self._folder)
 
@@ -283,7 +272,7 @@ def _values(memory: Tensor, span: Range, dtype: torch.dtype, chunk: Chunk) -> Te
     """The tensor of a chunk. torch.save writes the whole storage of a tensor: this one has the
     chunk alone in it, without a copy where no conversion is due."""
     alone = torch.from_numpy(memory.numpy()[span[0] : span[1]])
-    return alone.view(dtype).view(chunk.sizes).to(chunk.dtype)
+    return alone.view(dtype).view(tuple(chunk.sizes)).to(getattr(torch, chunk.dtype))
 
 
 def _write_file(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, Metadata, SavePlan
+from torch.distributed.checkpoint import Metadata, SavePlan
 
 from megatron_rl.errors import first_line
 
@@ -145,16 +145,6 @@ def load_plain(file: Path | io.BytesIO, name: str) -> Any:
         raise ValueError(
             f"{name} is damaged ({first_line(error)}); take another checkpoint"
         ) from error
-
-
-class SafeReader(FileSystemReader):
-    """torch's reader of a distributed checkpoint, with ``read_index`` for its index."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_index(Path(self.path))
-        if getattr(metadata, "storage_meta", None) is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
 
 
 def check_files(path: Path) -> None:

@@ -27,7 +27,6 @@ class _SaveReport:
         is_user: the user can fix it (a full disk).
     """
 
-    written: bool
     sealed: bool
     error: str | None = None
     is_user: bool = False
@@ -107,10 +106,9 @@ class CheckpointSave:
         return reports
 
     def _report(self) -> _SaveReport:
-        written = self._writer.done
         error = self._writer.error or self._error
         if error is None:
-            return _SaveReport(written, self._sealed)
+            return _SaveReport(self._sealed)
         partial = self.path.with_name(self.path.name + PARTIAL)
         # Raised once more, so that ``room_for`` turns what a full disk has caused into an error of
         # the user's.
@@ -120,7 +118,7 @@ class CheckpointSave:
         except Exception as raised:  # noqa: BLE001 (sent to all ranks, which raise it)
             is_user = isinstance(raised, ValueError)
             text = str(raised) if is_user else _named(raised)
-            return _SaveReport(written, False, text, is_user)
+            return _SaveReport(False, text, is_user)
 
     def _seal(self) -> None:
         assert self._info is not None

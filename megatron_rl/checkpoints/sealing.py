@@ -1,17 +1,19 @@
 """Makes a checkpoint of the parts that ranks have written: its index, its manifest and its name.
 
-A part counts when its receipt is there, which its rank leaves after all of its files are on the
-disk. So the manifest names nothing that a crash could still take away.
+A part counts when its receipt is there: a file next to the parts, which a rank leaves after all of
+its files are on the disk. So the manifest names nothing that a crash could still take away.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import Metadata
@@ -27,11 +29,45 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.checkpoints import directory
 from megatron_rl.checkpoints.chunks import Chunk
-from megatron_rl.checkpoints.receipt import Receipt, StoredItem, from_json, receipt_path
 from megatron_rl.checkpoints.safe_load import INDEX
 
 _FIRST_WAIT_S = 0.01
 _LONGEST_WAIT_S = 1.0
+
+
+class StoredItem(NamedTuple):
+    """A chunk, or an object (``chunk`` None), in a file; ``offset`` and ``length`` in bytes."""
+
+    key: str
+    chunk: Chunk | None
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass
+class Receipt:
+    """What a rank has written: the digest of each file that it has forced to the disk, by name,
+    and what is in them."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    stored: list[StoredItem] = field(default_factory=list)
+
+    def to_json(self) -> bytes:
+        """Lists rather than objects: there may be a hundred thousand chunks."""
+        return json.dumps([self.digests, self.stored]).encode("ascii")
+
+    def add(self, data: bytes) -> None:
+        """Also what another rank's ``to_json`` names."""
+        digests, stored = json.loads(data)
+        self.digests |= digests
+        for key, chunk, *place in stored:
+            self.stored.append(StoredItem(key, Chunk(*chunk) if chunk else None, *place))
+
+
+def receipt_path(folder: Path, rank: int) -> Path:
+    """The file of a rank's receipt."""
+    return folder / f".written-{rank:05d}"
 
 
 def seal(path: Path, num_ranks: int, info: Mapping[str, Any], cancelled: threading.Event) -> bool:
@@ -51,7 +87,7 @@ def seal(path: Path, num_ranks: int, info: Mapping[str, Any], cancelled: threadi
             if cancelled.wait(wait_s):
                 return False
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-        whole.add(from_json(receipt.read_bytes()))
+        whole.add(receipt.read_bytes())
     # Without a digest in any receipt: ``finish`` takes it, and forces the file to the disk.
     (partial / INDEX).write_bytes(pickle.dumps(index(whole.stored)))
     for rank in range(num_ranks):
@@ -90,13 +126,11 @@ def index(stored: Sequence[StoredItem]) -> Metadata:
 def _add_chunk(arrays: dict[str, Any], chunk: Chunk) -> int:
     """The number of the chunk in its array."""
     size = torch.Size(chunk.array_shape)
-    array = arrays.get(chunk.key)
-    if array is None:
-        properties = TensorProperties(dtype=chunk.dtype)
-        array = arrays[chunk.key] = TensorStorageMetadata(properties, size, [])
-    assert array.size == size and array.properties.dtype == chunk.dtype, (
+    properties = TensorProperties(dtype=getattr(torch, chunk.dtype))
+    array = arrays.setdefault(chunk.key, TensorStorageMetadata(properties, size, []))
+    assert array.size == size and array.properties == properties, (
         f"{chunk.key} is {tuple(array.size)} of {array.properties.dtype} on one rank and"
-        f" {chunk.array_shape} of {chunk.dtype} on another"
+        f" {tuple(size)} of {chunk.dtype} on another"
     )
     shape = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
     array.chunks.append(shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 
 def within(key: str, sections: Sequence[str]) -> bool:
@@ -11,3 +12,15 @@ def within(key: str, sections: Sequence[str]) -> bool:
     Example: ``source.staleness`` is within ``["source"]`` and not within ``["source.s"]``.
     """
     return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves under dotted names.
+
+    Example: ``{"a": {"b": 1}, "c": [2]}`` gives ``("a.b", 1), ("c", [2])``.
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

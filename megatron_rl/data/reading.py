@@ -41,7 +41,7 @@ class Data:
 
     @property
     def train_prompts(self) -> Sequence[Prompt]:
-        return _prompts(self.train)
+        return all_prompts(self.train)
 
     @property
     def held_out_prompts(self) -> list[Prompt]:
@@ -72,8 +72,8 @@ def read_sources(
     train = tuple(load_sources(entries(data.train), data, tokenizer, max_tokens, vision))
     held_out = tuple(load_sources(entries(data.eval), data, tokenizer, max_tokens, vision))
     if train and data.drop_eval_overlap:
-        train = tuple(_without(source, _prompts(held_out)) for source in train)
-        if not _prompts(train):
+        train = tuple(_without(source, all_prompts(held_out)) for source in train)
+        if not all_prompts(train):
             read = sum(source.num_rows for source in train)
             raise ValueError(
                 f"data.train: every one of its {read} prompts is also in data.eval; "
@@ -86,7 +86,7 @@ def examined(data: Data, config: Config) -> list[Doubt]:
     """Everything about the data that is allowed and probably a mistake."""
     doubts = []
     for key, sources in (("data.train", data.train), ("data.eval", data.held_out)):
-        for doubt in _doubts(_prompts(sources), config):
+        for doubt in _doubts(all_prompts(sources), config):
             doubts.append((key, doubt))
     return doubts
 
@@ -189,5 +189,5 @@ def _uids(prompts: Sequence[Prompt]) -> str:
     return ", ".join(shown)
 
 
-def _prompts(sources: Iterable[PromptSource]) -> Sequence[Prompt]:
+def all_prompts(sources: Iterable[PromptSource]) -> Sequence[Prompt]:
     return join([source.prompts for source in sources])

@@ -21,6 +21,21 @@ _BATCHED_TOKENS = 8192
 _ANNEALED_LOGITS = "megatron_rl.engine.annealed:AnnealedLogits"
 
 
+def served_settings(config: RolloutConfig) -> dict[str, str]:
+    """What the answers of a server depend on and no request says, by configuration key.
+
+    A run compares its own with those of each server. A server that can anneal also serves a run
+    that does not.
+    """
+    settings = {
+        "rollout.dtype": str(config.dtype),
+        "rollout.quantization": config.quantization or "null",
+    }
+    if config.anneal.schedule is not None:
+        settings["rollout.anneal.start"] = "set"
+    return settings
+
+
 def engine_arguments(
     model_path: str,
     config: RolloutConfig,
@@ -57,6 +72,11 @@ def engine_arguments(
         "distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
         "cpu_distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
     }
+    if config.dtype != "float32":
+        # Else vLLM rounds the logits that it samples from to the type of the weights: bfloat16 has
+        # steps of 0.125 at 20, and the policy's head keeps float32. Its CPU build casts the head
+        # at every step, its CUDA build lets the product accumulate in float32.
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if config.anneal.schedule is not None:
         arguments["logits_processors"] = [_ANNEALED_LOGITS]
     if without_weights:

@@ -1,7 +1,7 @@
 """The folder of an evaluation, touched by rank 0 alone.
 
 ``config.json`` (settings, as a run has it), ``responses/step_NNNNNN.parquet``, ``metrics.jsonl``
-(one row a step), ``pass_at_k.png``; ``.lock``, held while an evaluation is at work.
+(one row a step); ``.lock``, held while an evaluation is at work.
 """
 
 from __future__ import annotations

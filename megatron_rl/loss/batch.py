@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from megatron_rl.loss.shapes import (
+    PerResponse,
+    PerToken,
+    ResponseCounts,
+    ResponseFlags,
+    Scalar,
+    TokenIndex,
+    TokenMask,
+)
 
 Columns = Mapping[str, Tensor]
 Knobs = Mapping[str, Any]
@@ -30,12 +39,21 @@ class ResponseBatch:
         columns: what signals give (``megatron_rl/signals``), by the names that functions read.
     """
 
-    rewards: Float[Tensor, " responses"]
-    correct: Bool[Tensor, " responses"]
-    group_ids: Int[Tensor, " responses"]
-    response_tokens: Int[Tensor, " responses"]
-    truncated: Bool[Tensor, " responses"] | None = None
+    rewards: PerResponse
+    correct: ResponseFlags
+    group_ids: ResponseCounts
+    response_tokens: ResponseCounts
     columns: Columns = field(default_factory=dict)
+
+
+def given(values: Tensor | None, batch: str, name: str) -> Tensor:
+    """``values``. Raises ValueError where a batch lacks them."""
+    if values is None:
+        raise ValueError(
+            f"{batch} has no {name}, but the method reads it; give it, or choose a method without"
+            " it (Method.reads)"
+        )
+    return values
 
 
 @dataclass(frozen=True)
@@ -49,11 +67,11 @@ class Credit:
         rewards: what the estimator has seen; None where nobody computed it.
     """
 
-    advantages: Float[Tensor, " responses"]
-    kl_weights: Float[Tensor, " responses"]
-    keep: Bool[Tensor, " responses"]
+    advantages: PerResponse
+    kl_weights: PerResponse
+    keep: ResponseFlags
     metrics: Columns
-    rewards: Float[Tensor, " responses"] | None = None
+    rewards: PerResponse | None = None
 
 
 @dataclass(frozen=True)
@@ -72,57 +90,43 @@ class TokenBatch:
         columns: what they give of each response of the step, or in a shape of their own.
     """
 
-    logprobs: Float[Tensor, " tokens"]
-    old_logprobs: Float[Tensor, " tokens"]
-    response_index: Int[Tensor, " tokens"]
-    loss_mask: Bool[Tensor, " tokens"]
-    advantages: Float[Tensor, " responses"]
-    kl_weights: Float[Tensor, " responses"]
-    ref_logprobs: Float[Tensor, " tokens"] | None = None
-    sampler_logprobs: Float[Tensor, " tokens"] | None = None
-    correct: Bool[Tensor, " responses"] | None = None
-    group_ids: Int[Tensor, " responses"] | None = None
-    response_loss_tokens: Int[Tensor, " responses"] | None = None
+    logprobs: PerToken
+    old_logprobs: PerToken
+    response_index: TokenIndex
+    loss_mask: TokenMask
+    advantages: PerResponse
+    kl_weights: PerResponse
+    ref_logprobs: PerToken | None = None
+    sampler_logprobs: PerToken | None = None
+    correct: ResponseFlags | None = None
+    group_ids: ResponseCounts | None = None
+    response_loss_tokens: ResponseCounts | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
     token_columns: Columns = field(default_factory=dict)
     columns: Columns = field(default_factory=dict)
 
-    def has(self, name: str) -> bool:
-        """Whether there is such a column or field."""
-        if name in self.token_columns or name in self.columns:
-            return True
-        return getattr(self, name, None) is not None
-
 
 @dataclass(frozen=True)
-class LossResult:
-    """loss = policy_loss + kl_loss - entropy.coef * entropy + entropy anchor + self reward
-    + perception, as a contribution.
+class LossOutput:
+    """What one micro-batch contributes to the loss of its minibatch.
 
-    Its sum over micro-batches and data x context parallel ranks is the minibatch value. So is every
-    metric but those whose key ends in ``_max`` (reduced by maximum).
+    The sum over micro-batches and data x context parallel ranks is the minibatch value. The same
+    holds for every metric but those whose key ends in ``_max``, which are reduced by maximum.
+
+    Example: ``LossOutput(tensor(0.03), {"loss/kl": tensor(0.01), "ratio_max": tensor(1.2)})``.
     """
 
-    loss: Float[Tensor, ""]
-    policy_loss: Float[Tensor, ""]
-    kl_loss: Float[Tensor, ""]
+    loss: Scalar
     metrics: Columns
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A part of a method that reads a column.
-
-    Attributes:
-        reader: for messages, e.g. "estimator durian".
-        remedy: what to do where the column is missing.
-        knobs: of the reader; the signal that gives the column takes those that it has too.
-    """
+class Reading(NamedTuple):
+    """Who reads a column, e.g. "estimator durian", and the knobs of that reader: the signal that
+    gives the column takes those that it has too."""
 
     reader: str
     knobs: Knobs
-    remedy: str = "give it"
 
 
 Readings = dict[str, list[Reading]]  # by column
@@ -130,29 +134,16 @@ Readings = dict[str, list[Reading]]  # by column
 
 @dataclass(frozen=True)
 class EstimatorNeeds:
-    """What an estimator asks of the batch, beyond rewards, correctness, lengths and groups.
+    """What an estimator asks of the batch, beyond what it names as inputs.
 
-    The three functions are given the knobs as keywords. ``reads_by_knob`` gives, for each column
-    that is read, the knob that must be above 0 for it. ``check_knobs`` says what is wrong with the
-    knobs together, ``check_rewards`` (with the largest total reward first) what is wrong and which
-    ``knob=value`` mends it; None: nothing.
-    Example: ``EstimatorNeeds(min_group=4, reads=("mean_logprobs",))``.
+    The three functions are given the knobs as keywords. ``reads_by_knob`` gives, for each further
+    column that is read, the knob that must be above 0 for it. ``check_knobs`` says what is wrong
+    with the knobs together, ``check_rewards`` (with the largest total reward first) what is wrong
+    and which ``knob=value`` mends it; None: nothing.
     """
 
     min_group: int | str = 2  # responses per prompt; a text names the knob that says it
     unit_rewards: bool = False  # rewards in [0, 1]: neither shift nor scale invariant
-    reads: tuple[str, ...] = ()  # columns of ResponseBatch, beside those that are inputs
     reads_by_knob: Callable[..., Mapping[str, str]] | None = None
     check_knobs: Callable[..., str | None] | None = None
     check_rewards: Callable[..., tuple[str, str] | None] | None = None
-
-
-@dataclass(frozen=True)
-class MethodRequirements:
-    """What a method asks of a run beside the columns that it reads (``Method.reads``)."""
-
-    ref_logprobs: bool  # of the frozen reference, over the response tokens
-    dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
-    max_sampling_tries: int  # 1 without dynamic sampling
-    token_ids: bool  # Method.shape_rewards reads the response tokens
-    min_group: int  # responses per prompt

@@ -2,23 +2,26 @@
 
 A signature says everything: arguments before the star are inputs, each named after a field or
 property of ``Evidence`` (per response) or ``Terms`` (per token), or after a column that a signal
-gives (``megatron_rl/signals``); keyword-only arguments after it are knobs, whose types and defaults
-become the schema of a yaml (``knobs.py``). What a function needs of the batch, and where it is
-defined, stands in its decorator.
+gives (``megatron_rl/signals``); ``evidence`` or ``terms`` is the whole of it. Keyword-only
+arguments after the star are knobs, whose types and defaults become the schema of a yaml
+(``knobs.py``). What a function needs of the batch stands in its decorator.
+
+``register_*`` are for plug-ins, which give a name (``--plugin``; pages with tested examples:
+``examples/plugins``). They raise RegistrationError where the name is taken or a knob has no type.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from megatron_rl.errors import RegistrationError
 from megatron_rl.knobs import Choices, Named, new_schema
-from megatron_rl.loss.batch import EstimatorNeeds, Knobs
+from megatron_rl.loss.batch import EstimatorNeeds, Knobs, Reading
 from megatron_rl.loss.per_response.evidence import Evidence
 from megatron_rl.loss.per_token.terms import OPTIONAL, Terms
 
@@ -26,49 +29,10 @@ Function = Callable[..., Any]  # a tensor, or ``Clipped``
 Decorator = Callable[[Function], Function]
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a function of one kind is called: ``leading`` inputs first, then those of ``source``.
-
-    Example: a shaper is ``f(advantages, evidence, *, knobs)``, or names what it reads of the
-    evidence: ``f(advantages, correct, lengths, *, knobs)``.
-    """
-
-    source: type
-    whole: str  # name of the source itself as an input
-    leading: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()  # of the names, those that a batch may lack
-
-    @cached_property
-    def names(self) -> set[str]:
-        """Every input that a function may name."""
-        computed = {key for key, value in vars(self.source).items() if isinstance(value, property)}
-        stored = {field.name for field in fields(self.source)}
-        return {self.whole, *self.leading, *stored, *computed}
-
-    @property
-    def usual(self) -> tuple[str, ...]:
-        """The inputs of a function that takes the source as a whole."""
-        return (*self.leading, self.whole)
-
-    def inputs_of(self, function: Function) -> tuple[str, ...]:
-        """The names of a function's inputs; the usual ones where it calls all of them otherwise."""
-        leading = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = inspect.signature(function).parameters.values()
-        # What has a default is meant as a knob, and refused where the knobs are read.
-        given = tuple(p.name for p in parameters if p.kind is leading and p.default is p.empty)
-        return given if self.names & {*given} else self.usual
-
-    def reads_of(self, inputs: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
-        """The columns among the inputs of a function, and ``others``."""
-        columns = [name for name in inputs if name not in self.names or name in self.optional]
-        return tuple(dict.fromkeys([*columns, *others]))
-
-
-PER_RESPONSE = Form(Evidence, "evidence")
-SHAPING = Form(Evidence, "evidence", ("advantages",))
-PER_TOKEN = Form(Terms, "terms", (), OPTIONAL)
-TOKEN_SHAPING = Form(Terms, "terms", ("advantages",), OPTIONAL)
+def inputs_of(source: type[Evidence] | type[Terms]) -> set[str]:
+    """What a function may name beside columns: the source as a whole, its fields and properties."""
+    computed = {key for key, value in vars(source).items() if isinstance(value, property)}
+    return {source.__name__.lower(), *computed, *(field.name for field in fields(source))}
 
 
 @dataclass(frozen=True)
@@ -80,22 +44,21 @@ class Choice:
         schema: its knobs, as the configuration checks them.
     """
 
+    name: str
     function: Function
     inputs: tuple[str, ...]
-    form: Form
     reads: tuple[str, ...]
     schema: type[Named]
 
-    def __call__(self, source: Evidence | Terms, knobs: Knobs, *leading: Tensor) -> Any:
+    def __call__(self, source: Evidence | Terms, knobs: Knobs, **leading: Tensor) -> Any:
         """The function's value, whatever a plug-in returns.
 
-        ``leading`` are the inputs that ``source`` does not hold.
+        ``leading`` are the inputs that take the place of what ``source`` holds.
         """
-        given: dict[str, Any] = dict(zip(self.form.leading, leading, strict=True))
-        given[self.form.whole] = source
+        given: dict[str, Any] = {type(source).__name__.lower(): source, **leading}
         for name in self.inputs:
             if name not in given:
-                known = name in self.form.names
+                known = name not in self.reads or name in OPTIONAL
                 given[name] = getattr(source, name) if known else source.column(name)
         return self.function(*[given[name] for name in self.inputs], **knobs)
 
@@ -106,81 +69,122 @@ class Estimator(Choice):
 
     needs: EstimatorNeeds
 
+    def __post_init__(self) -> None:
+        knob = self.needs.min_group
+        if isinstance(knob, str) and knob not in self.schema.model_fields:
+            raise RegistrationError(
+                f"estimator {self.name}: min_group names the knob {knob!r}, which it has not"
+            )
+
 
 @dataclass(frozen=True)
 class PolicyLoss(Choice):
-    """Terms -> what is minimized, per token."""
+    """Terms -> what is minimized, per token.
 
-    sequence_ratio: bool  # log_ratio is the response's mean, not the token's
-    clips: bool  # to [1 - low, 1 + high] of its knobs, so that clipped shares are logged
+    Attributes:
+        sequence_ratio: ``log_ratio`` is the response's mean, as in GSPO, not the token's.
+        clips: the ratio, to [1 - low, 1 + high] of its knobs, so that clipped shares are logged.
+            (Bounds that differ from token to token are returned: ``response_losses.Clipped``.)
+    """
+
+    sequence_ratio: bool
+    clips: bool
+
+    def __post_init__(self) -> None:
+        knobs = self.schema.model_fields.items()
+        floats = {knob for knob, info in knobs if info.annotation is float}
+        if self.clips and not {"low", "high"} <= floats:
+            raise RegistrationError(
+                f"policy loss {self.name}: clips=True needs the knobs low: float and high: float"
+            )
 
 
 class FunctionTable(Choices):
-    """The functions of one kind, each a ``Choice`` under its name."""
+    """The functions of one kind, each a ``Choice`` under its name.
 
-    def __init__(self, what: str, form: Form, kind: type[Choice] = Choice) -> None:
+    ``source``: what they are given. ``leading``: inputs that are no field of it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        source: type[Evidence] | type[Terms],
+        kind: type[Choice] = Choice,
+        leading: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(what)
-        self.form = form
+        self._known = {*inputs_of(source), *leading} - {*OPTIONAL}
         self._kind = kind
 
-    def schema(self, name: str) -> type[Named]:
-        return self[name].schema
+    def readings(self, chosen: Named) -> Iterator[tuple[str, Reading]]:
+        """The columns that a choice reads, each with itself as the reader."""
+        for column in self[chosen.name].reads:
+            yield column, Reading(f"{self.what} {chosen.name}", chosen.knobs)
 
-    def enter(
-        self, name: str, function: Function, reads: Sequence[str] = (), **more: Any
-    ) -> type[Named]:
-        """Makes ``function`` callable by name; returns the schema of its knobs.
+    def value(self, chosen: Named, source: Evidence | Terms, **leading: Tensor) -> Any:
+        """Of the function that is chosen, with its knobs."""
+        return self[chosen.name](source, chosen.knobs, **leading)
 
-        Args:
-            reads: columns that it reads beside its inputs.
-            more: further fields of the kind's ``Choice``.
+    def entering(self, name: str | None = None, **more: Any) -> Decorator:
+        """Enters a function under ``name``, or its own; ``more``: fields of the kind's choice."""
 
-        Raises:
-            RegistrationError: the name is taken, or the signature is not of the kind's form.
-        """
-        inputs = self.form.inputs_of(function)
-        schema = new_schema(self, name, function, inputs)
-        columns = self.form.reads_of(inputs, reads)
-        self[name] = self._kind(function, inputs, self.form, columns, schema, **more)
-        return schema
+        def enter(function: Function) -> Function:
+            key = name or function.__name__
+            positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters = inspect.signature(function).parameters.values()
+            # What has a default is meant as a knob, and refused where the knobs are read.
+            inputs = [p.name for p in parameters if p.kind is positional and p.default is p.empty]
+            schema = new_schema(self, key, function, inputs)
+            reads = tuple(each for each in inputs if each not in self._known)
+            self[key] = self._kind(key, function, tuple(inputs), reads, schema, **more)
+            return function
 
-
-ESTIMATORS = FunctionTable("estimator", PER_RESPONSE, Estimator)
-SHAPERS = FunctionTable("shaper", SHAPING)
-TOKEN_SHAPERS = FunctionTable("token shaper", TOKEN_SHAPING)
-POLICY_LOSSES = FunctionTable("policy loss", PER_TOKEN, PolicyLoss)
-AGGREGATIONS = FunctionTable("aggregation", PER_TOKEN)
-KL_WEIGHTS = FunctionTable("KL weight", PER_RESPONSE)
-CORRECTIONS = FunctionTable("mismatch correction", PER_TOKEN)
+        return enter
 
 
-def _entering(table: FunctionTable, name: str | None = None, **more: Any) -> Decorator:
-    """Enters a function into ``table`` under ``name``, or its own."""
+ESTIMATORS = FunctionTable("estimator", Evidence, Estimator)
+SHAPERS = FunctionTable("shaper", Evidence, leading=("advantages",))
+TOKEN_SHAPERS = FunctionTable("token shaper", Terms)
+POLICY_LOSSES = FunctionTable("policy loss", Terms, PolicyLoss)
+AGGREGATIONS = FunctionTable("aggregation", Terms)
+KL_WEIGHTS = FunctionTable("KL weight", Evidence)
+CORRECTIONS = FunctionTable("mismatch correction", Terms)
 
-    def enter(function: Function) -> Function:
-        table.enter(name or function.__name__, function, **more)
-        return function
+PLAIN = EstimatorNeeds()
 
-    return enter
+
+def register_estimator(name: str | None = None, *, needs: EstimatorNeeds = PLAIN) -> Decorator:
+    """``f(evidence, *, knobs)``, or what it reads by name, ``f(rewards, groups, *, knobs)``, gives
+    one advantage per response. What ``needs`` asks is refused by message where it is not met."""
+    return ESTIMATORS.entering(name, needs=needs)
 
 
 def estimator(**needs: Any) -> Decorator:
-    """Enters one advantage per response under the function's name; ``needs``: EstimatorNeeds."""
-    wanted = EstimatorNeeds(**needs)
-    return _entering(ESTIMATORS, reads=wanted.reads, needs=wanted)
+    """One of the package; ``needs``: EstimatorNeeds."""
+    return register_estimator(needs=EstimatorNeeds(**needs))
 
 
-def policy_loss(*, sequence_ratio: bool = False, clips: bool = False) -> Decorator:
-    """Enters what is minimized at each token under the function's name; see ``PolicyLoss``."""
-    return _entering(POLICY_LOSSES, sequence_ratio=sequence_ratio, clips=clips)
+def register_shaper(name: str | None = None) -> Decorator:
+    """``f(advantages, evidence, *, knobs)`` gives the advantages after it, one per response."""
+    return SHAPERS.entering(name)
 
 
-def correction(name: str) -> Decorator:
-    """Enters weights of the policy term, chosen by ``mismatch.kind``, under ``name``."""
-    return _entering(CORRECTIONS, name)
+def register_token_shaper(name: str | None = None) -> Decorator:
+    """``f(advantages, terms, *, knobs)`` gives the advantages after it, one per token."""
+    return TOKEN_SHAPERS.entering(name)
 
 
-shaper = _entering(SHAPERS)  # advantages -> advantages
-token_shaper = _entering(TOKEN_SHAPERS)  # advantages of tokens -> advantages of tokens
-aggregation = _entering(AGGREGATIONS)  # the weight of each token
-kl_weight = _entering(KL_WEIGHTS)  # the factor of kl.coef at each response
+def register_policy_loss(
+    name: str | None = None, *, sequence_ratio: bool = False, clips: bool = False
+) -> Decorator:
+    """``f(terms, *, knobs)`` gives what is minimized, one value per token, with gradient; see
+    ``PolicyLoss``."""
+    return POLICY_LOSSES.entering(name, sequence_ratio=sequence_ratio, clips=clips)
+
+
+policy_loss = register_policy_loss  # one of the package, under its own name
+shaper = register_shaper()
+token_shaper = register_token_shaper()
+aggregation = AGGREGATIONS.entering()  # the weight of each token
+kl_weight = KL_WEIGHTS.entering()  # the factor of kl.coef at each response
+correction = CORRECTIONS.entering  # weights of the policy term, chosen by ``mismatch.kind``

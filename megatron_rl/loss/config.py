@@ -9,15 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    SerializeAsAny,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveInt, SerializeAsAny, model_validator
 
 from megatron_rl.knobs import Named, Piece, by_key, by_name, one_of
 from megatron_rl.loss.choices import (
@@ -29,8 +21,9 @@ from megatron_rl.loss.choices import (
     SHAPERS,
     TOKEN_SHAPERS,
 )
-from megatron_rl.loss.per_response import advantages, histories, shaping
-from megatron_rl.loss.per_token import (
+from megatron_rl.loss.per_response import advantages, histories, shaping  # noqa: F401
+from megatron_rl.loss.per_response.filters import Curiosity, Overlong, Repetition
+from megatron_rl.loss.per_token import (  # noqa: F401 (decorators fill the tables)
     aggregate,
     demonstrations,
     kl,
@@ -39,20 +32,9 @@ from megatron_rl.loss.per_token import (
     response_losses,
     token_advantages,
 )
-
-# Their decorators have filled the tables.
-FILES = (
-    advantages,
-    histories,
-    shaping,
-    token_advantages,
-    policy_losses,
-    response_losses,
-    demonstrations,
-    aggregate,
-    kl,
-    mismatch,
-)
+from megatron_rl.loss.per_token.entropy_anchor import EntropyAnchor
+from megatron_rl.loss.per_token.perception import Perception
+from megatron_rl.loss.per_token.self_reward import SelfReward
 
 Estimator = Annotated[SerializeAsAny[Named], by_name(ESTIMATORS)]
 Shaping = Annotated[dict[str, SerializeAsAny[Named]], by_key(SHAPERS)]
@@ -78,6 +60,21 @@ class KlConfig(Piece):
     coef_negative: NonNegativeFloat | None = None
     aggregate: Aggregate | None = None  # null = like the policy term
 
+    @property
+    def by_sign(self) -> tuple[float, float]:
+        """The coefficient of correct and of incorrect responses."""
+        if self.coef_positive is None or self.coef_negative is None:
+            return self.coef, self.coef
+        return self.coef_positive, self.coef_negative
+
+    @property
+    def in_reward(self) -> bool:
+        return self.placement == "reward" and any(self.by_sign)
+
+    @property
+    def in_loss(self) -> bool:
+        return self.placement == "loss" and any(self.by_sign)
+
     @model_validator(mode="after")
     def _signs_together(self) -> KlConfig:
         if (self.coef_positive is None) != (self.coef_negative is None):
@@ -96,46 +93,6 @@ class EntropyConfig(Piece):
     metric: bool = True  # log the entropy even where coef is 0
 
 
-class EntropyAnchorConfig(Piece):
-    """loss += coef (mean entropy of the nucleus over peak tokens - that of the run's start)^2.
-
-    The nucleus is the most likely tokens that reach the probability ``top_p``; at peak tokens its
-    entropy is not below the ``quantile`` of the minibatch.
-    """
-
-    coef: NonNegativeFloat = 0.005
-    quantile: Annotated[float, Field(ge=0, le=1)] = 0.8
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
-
-
-class SelfRewardConfig(Piece):
-    """loss += alpha mean over responses (r_s - correct)^2.
-
-    r_s = beta (logprob of the token ``token_id`` after the response - its mean at the run's start).
-    """
-
-    token_id: NonNegativeInt
-    alpha: NonNegativeFloat = 0.1
-    beta: PositiveFloat = 0.1
-
-
-class PerceptionConfig(Piece):
-    """loss += -gamma KL(policy, policy given the masked image) + eta H + eta_masked H_masked.
-
-    Each patch of an image is black with probability ``mask_ratio``. ``masked``: the policy that is
-    given the masked image is the current one, with gradient, or the one before the updates of the
-    step, without.
-    """
-
-    gamma: NonNegativeFloat = 0.02
-    eta: NonNegativeFloat = 0.05
-    eta_masked: NonNegativeFloat = 0.05
-    mask_ratio: Annotated[float, Field(ge=0, le=1)] = 0.6
-    masked: Literal["current", "old"] = "current"
-    max_log_ratio: PositiveFloat = 20.0
-    max_kl: PositiveFloat = 10.0
-
-
 class MismatchConfig(Piece):
     """What to do about engine and trainer disagreeing on the old policy: w = exp(old - sampler)."""
 
@@ -143,40 +100,12 @@ class MismatchConfig(Piece):
     cap: Annotated[float, Field(gt=1)] = 2.0
 
 
-class OverlongConfig(Piece):
-    """Soft penalty for responses close to the limit: Lc = buffer_share * Lmax tokens."""
-
-    buffer_share: Annotated[float, Field(gt=0, le=1)] = 0.2
-    factor: NonNegativeFloat = 1.0
-    max_tokens: PositiveInt | None = None  # Lmax; null = the response limit of the trainer
-
-
-class RepetitionConfig(Piece):
-    """Penalty for truncated responses that end in a repeated block."""
-
-    penalty: NonNegativeFloat = 0.1
-    min_block_tokens: PositiveInt = 1
-    max_block_tokens: PositiveInt = 256
-
-
-class CuriosityConfig(Piece):
-    """Bonus w min(|r| / kappa, alpha B), B = minus the mean logprob of the response.
-
-    w goes linearly from ``start`` to ``end`` over the run.
-    """
-
-    kappa: PositiveFloat = 3.0
-    alpha: NonNegativeFloat = 1.0
-    start: NonNegativeFloat = 1.0
-    end: NonNegativeFloat = 0.0
-
-
 class RewardShapingConfig(Piece):
     """What is added to rewards before the estimator sees them."""
 
-    overlong: OverlongConfig | None = None
-    repetition: RepetitionConfig | None = None
-    curiosity: CuriosityConfig | None = None
+    overlong: Overlong | None = None
+    repetition: Repetition | None = None
+    curiosity: Curiosity | None = None
 
 
 class DynamicSamplingConfig(Piece):
@@ -204,14 +133,26 @@ class MethodConfig(Piece):
     aggregate: Aggregate
     kl: KlConfig
     entropy: EntropyConfig = EntropyConfig()
-    entropy_anchor: EntropyAnchorConfig | None = None
-    self_reward: SelfRewardConfig | None = None
-    perception: PerceptionConfig | None = None
+    entropy_anchor: EntropyAnchor | None = None
+    self_reward: SelfReward | None = None
+    perception: Perception | None = None
     mismatch: MismatchConfig = MismatchConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     filters: FiltersConfig = FiltersConfig()
     std_ddof: Literal[0, 1] = 0  # divisor of a group's std: G - std_ddof
     eps: NonNegativeFloat = 1e-6  # added to the std
+
+    @property
+    def extra_terms(self) -> dict[str, EntropyAnchor | SelfReward | Perception]:
+        """What is added to the loss beside policy, KL and entropy, by its key."""
+        keys = ("entropy_anchor", "self_reward", "perception")
+        return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+
+    @property
+    def min_group(self) -> int:
+        """Responses per prompt that the estimator needs."""
+        wanted = ESTIMATORS[self.estimator.name].needs.min_group
+        return max(2, self.estimator.knobs[wanted]) if isinstance(wanted, str) else wanted
 
     @property
     def sequences_per_response(self) -> int:
@@ -222,17 +163,12 @@ class MethodConfig(Piece):
     def _domains(self) -> MethodConfig:
         name = self.estimator.name
         needs = ESTIMATORS[name].needs
-        if needs.unit_rewards and self.kl.placement == "reward":
-            raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which kl.placement=reward leaves;"
-                " set kl.placement=loss"
-            )
-        shaping = self.reward_shaping
-        changes = (shaping.overlong, shaping.repetition, shaping.curiosity)
+        added = self.reward_shaping
+        changes = (added.overlong, added.repetition, added.curiosity, self.kl.placement == "reward")
         if needs.unit_rewards and any(changes):
             raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which a penalty or bonus leaves; set"
-                " reward_shaping={}"
+                f"estimator {name} needs rewards in [0, 1], which a penalty, a bonus or a KL in the"
+                " reward leaves; set reward_shaping={} and kl.placement=loss"
             )
         if needs.check_knobs is not None:
             problem = needs.check_knobs(**self.estimator.knobs)

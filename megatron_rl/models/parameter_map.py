@@ -8,8 +8,10 @@ the rank's interval.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from megatron_rl.models.base import Architecture, Slot
 from megatron_rl.types import Shard
@@ -53,18 +55,17 @@ def padded_vocab(vocab_size: int, divisible_by: int, tensor: int) -> int:
 def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """Parameters of one layer without its experts, in the order of the architecture."""
     prefix = f"model.layers.{layer}."
-    return [Parameter(slot, _names(prefix, slot), layer) for slot in arch.layer_slots]
+    return [_parameter(slot, prefix, layer) for slot in arch.layer_slots]
 
 
 def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:
     """Parameters of one expert of one layer."""
     prefix = f"model.layers.{layer}.{arch.expert_prefix}.{expert}."
-    return [Parameter(slot, _names(prefix, slot), layer, expert) for slot in arch.expert_slots]
+    return [_parameter(slot, prefix, layer, expert) for slot in arch.expert_slots]
 
 
-def _names(prefix: str, slot: Slot) -> tuple[str, ...]:
-    """HF names of the tensors in a slot of one layer or expert."""
-    return tuple(prefix + name for name in slot.hf)
+def _parameter(slot: Slot, prefix: str, layer: int, expert: int | None = None) -> Parameter:
+    return Parameter(slot, tuple(prefix + name for name in slot.hf), layer, expert)
 
 
 def vision_parameters(arch: Architecture) -> list[Parameter]:
@@ -195,8 +196,9 @@ def shards(
     rows_of: dict[str, int] = {}  # of the whole HF tensors
     for name, start, rows in stack:
         rows_of[name] = max(rows_of.get(name, 0), start + rows)
-    stride = contiguous_stride(along_cut(per_rank, others))
-    zeros = tuple(0 for _ in others)
+    local = along_cut(per_rank, others)
+    stride = tuple(math.prod(local[axis + 1 :]) for axis in range(len(local)))
+    zeros = (0,) * len(others)
     in_interval: list[Shard] = []
     position = 0
     for name, start, rows in stack:
@@ -216,30 +218,16 @@ def shards(
     return in_interval
 
 
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous parameter."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index that cuts a slice out of a tensor."""
-    return tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
-
-
 def tensor_slices(shard: Shard) -> tuple[slice, ...]:
     """The shard as an index into its whole HF tensor."""
-    return slices(shard.start, shard.shape)
+    ends = zip(shard.start, shard.shape, strict=True)
+    return tuple(slice(first, first + length) for first, length in ends)
 
 
-def parameter_slices(shard: Shard) -> tuple[slice, ...]:
-    """A shard of ``shards`` as an index into its parameter."""
-    index = []
-    rest = shard.offset
-    # The offset in the digits of the strides is the corner.
-    for step, length in zip(shard.stride, shard.shape, strict=True):
-        first, rest = divmod(rest, step)
-        index.append(slice(first, first + length))
-    return tuple(index)
+def part_of(parameter: Tensor, shard: Shard) -> Tensor:
+    """The elements of a shard of ``shards`` in its contiguous ``parameter``, a view."""
+    offset = parameter.storage_offset() + shard.offset
+    return parameter.as_strided(shard.shape, shard.stride, offset)
 
 
 def hf_shapes(parameter: Parameter, arch: Architecture) -> dict[str, tuple[int, ...]]:

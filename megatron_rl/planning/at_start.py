@@ -1,4 +1,4 @@
-"""The memory plan at the start of a run: said, and enforced, before anything is built."""
+"""The memory plan at the start of a run: logged, and enforced, before anything is built."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
+from megatron_rl.signals import signals_of
 from megatron_rl.weight_sync.fleet.weight_history import NUM_VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -63,18 +64,18 @@ def plan(
         world_size,
         work=WorkModel.of(arch),
         fused=fused,
-        keep_reference=method.needs.ref_logprobs,
+        keep_reference=signals_of(method, config.seed).needs("ref"),
     )
     stages = memory.plan(
         arch, config.parallel, config.precision, config.rollout, load, budget.device_gib
     )
     if config.source.is_servers:
-        return [_beside_servers(stage, config) for stage in stages]
+        return [_with_servers(stage, config) for stage in stages]
     return stages
 
 
-def _beside_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
-    """No engine; in its place, in lockstep behind the policy, what ``WeightHistory`` holds."""
+def _with_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
+    """No engine; in its place, in lockstep what ``WeightHistory`` holds."""
     held = config.source.staleness > 0 and config.source.schedule == "lockstep"
     return replace(
         stage,

@@ -45,44 +45,48 @@ _DEFAULT_SEQUENCES_LARGE = 1024
 _LARGE_DEVICE_GIB = 70
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineMemory:
     """Bytes of the engine on one rank, by purpose.
 
     Attributes:
-        sampler: see ``sampler_tables``.
-        unquantized: the weights as they arrive, before any layer is quantized.
-        backup: see ``_engine_backup_bytes``.
+        engine_sampler: of the sampler of GPUs, see ``sampler_tables``.
+        engine_unquantized: the weights as they arrive, before any layer is quantized.
+        engine_backup: what a sleeping engine keeps on the host, see ``_engine_backup_bytes``.
     """
 
-    weights: int
-    sampler: int
+    engine_weights: int
+    engine_sampler: int
+    engine_unquantized: int
     kv_cache: int
-    unquantized: int
-    backup: int
+    engine_backup: int
 
 
 def engine_memory(arch: Architecture, rollout: RolloutConfig, device_gib: float) -> EngineMemory:
     """The engine's memory on one of its ranks, on a device of ``device_gib``."""
-    weights = engine_weight_bytes(arch, rollout)
+    item_bytes = ITEM_BYTES[rollout.dtype]
+    numbers = engine_counts(arch, rollout)
+    matrices = engine_counts(arch, rollout, is_layer_matrix)
+    weights = matrices * _matrix_bytes(rollout) + (numbers - matrices) * item_bytes
     tables = sampler_tables(arch, max_sequences(rollout, device_gib))
-    sampler = sum(tables)
+    held = weights + sum(tables)
+    if rollout.kv_cache_gib is not None:
+        cache = rollout.kv_cache_gib * GIB
+    else:  # what ``gpu_memory_utilization`` leaves, which may be nothing
+        cache = max(0.0, rollout.gpu_memory_utilization * device_gib * GIB - held)
     return EngineMemory(
-        weights=weights,
-        sampler=sampler,
-        kv_cache=_kv_cache_bytes(rollout, weights + sampler, device_gib),
-        unquantized=engine_counts(arch, rollout) * ITEM_BYTES[rollout.dtype],
-        backup=_engine_backup_bytes(arch, rollout, tables),
+        engine_weights=weights,
+        engine_sampler=sum(tables),
+        engine_unquantized=numbers * item_bytes,
+        kv_cache=int(cache),
+        engine_backup=_engine_backup_bytes(arch, rollout, tables),
     )
 
 
 def max_sequences(rollout: RolloutConfig, device_gib: float) -> int:
     """Sequences that the engine has under way at once, on a device of ``device_gib``."""
-    if rollout.max_num_seqs is not None:
-        return rollout.max_num_seqs
-    if device_gib >= _LARGE_DEVICE_GIB:
-        return _DEFAULT_SEQUENCES_LARGE
-    return _DEFAULT_SEQUENCES
+    large = device_gib >= _LARGE_DEVICE_GIB
+    return rollout.max_num_seqs or (_DEFAULT_SEQUENCES_LARGE if large else _DEFAULT_SEQUENCES)
 
 
 def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
@@ -100,29 +104,9 @@ def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
     return counts, bits, bits
 
 
-def engine_weight_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
-    """Bytes of the weights on one rank."""
-    item_bytes = ITEM_BYTES[rollout.dtype]
-    matrices = engine_counts(arch, rollout, is_layer_matrix)
-    others = engine_counts(arch, rollout) - matrices
-    return matrices * _matrix_bytes(rollout) + others * item_bytes
-
-
 def _matrix_bytes(rollout: RolloutConfig) -> int:
     """Bytes of one number in a matrix of a layer."""
-    if rollout.quantization is not None:
-        return _QUANTIZED_BYTES
-    return ITEM_BYTES[rollout.dtype]
-
-
-def _kv_cache_bytes(rollout: RolloutConfig, held_bytes: int, device_gib: float) -> int:
-    """Bytes of the key-value cache in addition to ``held_bytes`` of the engine.
-
-    A null ``rollout.kv_cache_gib`` is what ``gpu_memory_utilization`` leaves, which may be nothing.
-    """
-    if rollout.kv_cache_gib is not None:
-        return int(rollout.kv_cache_gib * GIB)
-    return max(0, int(rollout.gpu_memory_utilization * device_gib * GIB - held_bytes))
+    return _QUANTIZED_BYTES if rollout.quantization is not None else ITEM_BYTES[rollout.dtype]
 
 
 def _engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Iterable[int]) -> int:
@@ -141,9 +125,8 @@ def _engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: It
             numbers = copies * math.prod(local_shape(parameter, arch, rows, cuts))
             if parameter.slot.megatron.startswith(VISION) and is_cut_by_engine(parameter):
                 numbers = math.ceil(numbers / rollout.tensor)
-            item_bytes = ITEM_BYTES[rollout.dtype]
-            if is_layer_matrix(parameter):
-                item_bytes = _matrix_bytes(rollout)
+            in_layer = is_layer_matrix(parameter)
+            item_bytes = _matrix_bytes(rollout) if in_layer else ITEM_BYTES[rollout.dtype]
             total += rounded(numbers * item_bytes)
         return total
 

@@ -26,7 +26,7 @@ _PASSES = ("activations", "logits")
 _ENGINE_FOR_SYNC = ("engine_weights", "engine_sampler")
 ENGINE = (*_ENGINE_FOR_SYNC, "kv_cache")
 ENGINE_ON_CPU = ("engine_weights", "kv_cache")
-ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
+ON_HOST = ("host copies", "checkpoint")  # phases of the host of a CUDA device
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MemoryBudget:
 
     Attributes:
         device_gib: of the device; on ``kind`` cpu this rank's share of the host's memory.
-        host_gib: the share of the host beside a CUDA device; None: not checked.
+        host_gib: the share of the host of a CUDA device; None: not checked.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -74,18 +74,23 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     On a CPU everything at all times, for there nothing leaves by moving; what ``memory.offload``
     names is held twice, and so is what of a checkpoint is still to be written.
     """
+    copies = ("reference", *host_copies(config))
+    # Without ``background`` the host has two blocks of it at a time, which count as nothing.
+    written = ("checkpoint_copy",) if config.checkpoint.background else ()
     if kind == "cpu":
-        held = (*STATES, *_PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))
-        return {"the run": (*held, *_checkpoint_copy(config))}
-    return {**_device_phases(config), **_host_phases(config)}
+        return {"the run": (*STATES, *_PASSES, *ENGINE_ON_CPU, *copies, *written)}
+    if config.rollout.sleep_level == 1:
+        copies += ("engine_backup",)
+    # The reference is written from a second copy, in ordinary memory.
+    on_host = {"host copies": copies, "checkpoint": (*copies, "reference", *written)}
+    return _device_phases(config) | on_host
 
 
 def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     offload = config.memory.offload
-    kept = tuple(state for state in STATES if state not in offload)
     training = [*STATES, "fp8_copies", *_PASSES]
-    sync = [state for state in STATES if state in kept or state == "weights"]
-    generation = [*kept]
+    generation = [state for state in STATES if state not in offload]
+    sync = [state for state in STATES if state in generation or state == "weights"]
     # The caches of layers go with the first state that leaves: weights leave after the weight sync,
     # the others before it.
     if not set(offload) - {"weights"}:
@@ -100,42 +105,22 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     generation += ENGINE
     if _quantized_at_end(config):
         sync.append("engine_unquantized")
-    return {
-        "training": tuple(training),
-        "weight sync": tuple(sync),
-        "generation": tuple(generation),
-    }
+    phases = {"training": training, "weight sync": sync, "generation": generation}
+    return {phase: tuple(parts) for phase, parts in phases.items()}
 
 
 def _quantized_at_end(config: Config) -> bool:
-    """Whether a weight sync holds the engine's weights unquantized until its end, beside those that
-    it replaces: the ranks of an engine agree on a scale, and shards of a plan arrive in another
+    """Whether a weight sync holds the engine's weights unquantized, next to those that it replaces,
+    until its end: the ranks of an engine agree on a scale, and shards of a plan arrive in another
     order on each (engine/weights/worker.py, ``processing_is_collective``)."""
     rollout = config.rollout
     planned = config.sync_method == "reshard"
     return planned and rollout.quantization is not None and rollout.ranks > 1
 
 
-def _host_phases(config: Config) -> dict[str, tuple[str, ...]]:
-    backup = ("engine_backup",) if config.rollout.sleep_level == 1 else ()
-    copies = ("reference", *host_copies(config), *backup)
-    # The reference is written from a second copy, in ordinary memory.
-    return {
-        "host copies": copies,
-        "checkpoint": (*copies, "reference", *_checkpoint_copy(config)),
-    }
-
-
-def _checkpoint_copy(config: Config) -> tuple[str, ...]:
-    """Without ``background`` the host has two blocks of it at a time, which count as nothing."""
-    return ("checkpoint_copy",) if config.checkpoint.background else ()
-
-
 def overhead_gib(phase: str, kind: str) -> float:
     """The memory held in ``phase`` besides tensors."""
-    if phase in ON_HOST:
-        return 0.0
-    return OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
+    return 0.0 if phase in ON_HOST else OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
 
 
 def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0.0) -> float:

@@ -36,9 +36,17 @@ _FP8_COPIES = 2  # of one byte: by rows for the forward, by columns for the back
 _CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyMemory:
-    """Bytes of one rank, by purpose: see memory.StageMemory."""
+    """Bytes of the policy on one rank, by purpose.
+
+    Attributes:
+        logits: the live chunk and the head's float32 gradient.
+        reference: the starting weights, which are kept on the host (a pass with them borrows the
+            gradients' memory).
+        fp8_copies: copies of weights that FP8 layers keep between passes.
+        checkpoint_copy: this rank's share of a checkpoint, on the host while threads write it.
+    """
 
     weights: int
     gradients: int
@@ -56,19 +64,14 @@ def policy_memory(
     """The policy's memory on a rank of each pipeline stage."""
     item_bytes = ITEM_BYTES[precision.params]
     gradient_bytes = FLOAT32_BYTES if precision.grad_reduce_in_float32 else item_bytes
-    counts = stage_counts(arch, parallel, load.make_vocab_divisible_by)
-    which = partial(is_trained, freeze_vision=load.freeze_vision)
-    trained = stage_counts(arch, parallel, load.make_vocab_divisible_by, which)
-    matrices = stage_counts(arch, parallel, load.make_vocab_divisible_by, is_layer_matrix)
+    numbers = partial(stage_counts, arch, parallel, load.make_vocab_divisible_by)
+    trained = numbers(partial(is_trained, freeze_vision=load.freeze_vision))
+    matrices = numbers(is_layer_matrix)
     layers = stage_layers(arch, parallel)
     stages = []
-    for stage, count in enumerate(counts):
-        learning = trained[stage]
+    for stage, (count, learning) in enumerate(zip(numbers(), trained, strict=True)):
         activations = _activation_bytes(arch, parallel, stage, item_bytes, load)
         activations += _vision_bytes(arch, parallel, stage, item_bytes, load)
-        reference = 0
-        if load.keep_reference:  # of what is trained: the rest is the same in the policy
-            reference = learning.total * item_bytes
         stages.append(
             PolicyMemory(
                 weights=count.total * item_bytes,
@@ -76,7 +79,8 @@ def policy_memory(
                 optimizer=_optimizer_bytes(learning, parallel, precision, load.world_size),
                 activations=activations,
                 logits=_logit_bytes(arch, parallel, stage, load),
-                reference=reference,
+                # Of what is trained: the rest is the same in the policy.
+                reference=learning.total * item_bytes * load.keep_reference,
                 fp8_copies=_fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
                 checkpoint_copy=_checkpoint_bytes(count, learning, parallel, item_bytes, load),
             )
@@ -87,7 +91,7 @@ def policy_memory(
 def _optimizer_bytes(
     count: Counts, parallel: ParallelConfig, precision: PrecisionConfig, world_size: int
 ) -> int:
-    """Two moments of each parameter, and the float32 weights beside bfloat16 ones."""
+    """Two moments of each parameter, and the float32 weights next to bfloat16 ones."""
     state_bytes = 2 * ITEM_BYTES[precision.adam_moments]
     if precision.params == "bfloat16":
         state_bytes += FLOAT32_BYTES

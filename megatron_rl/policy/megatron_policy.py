@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from megatron_rl.models import read_architecture
 from megatron_rl.models.base import vision_problems
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.passes import LocalBatch, Outputs, TokenLoss, TokenScores, UpdateResult
-from megatron_rl.policy import optimizer as optim_room
+from megatron_rl.policy import optimizer, patches
 from megatron_rl.policy import parallel as groups
-from megatron_rl.policy import patches
 from megatron_rl.policy.batches.batching import Batching
-from megatron_rl.policy.batches.microbatches import multiples, prompt_places
+from megatron_rl.policy.batches.microbatches import Packer, multiples, prompt_places
+from megatron_rl.policy.batches.packing_plan import PlanRule
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.model import build_chunks, transformer_config
@@ -52,7 +53,6 @@ from megatron_rl.policy.state.offload import (
     release_caches,
     training_tensors,
 )
-from megatron_rl.policy.state.shards import key, parameter_shards
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard
 
@@ -92,7 +92,6 @@ class MegatronPolicy:
         self.optim = optim
         self.precision = precision
         self.settings = settings
-        self.total_optimizer_steps = settings.total_optimizer_steps
         self.optimizer_steps = 0
         self.checkpoint_memory = Memory()
         self.device = device()
@@ -101,29 +100,24 @@ class MegatronPolicy:
         )
         with platform():
             self._build_model(model)
-            self.optimizer = optim_room.build_optimizer(optim, parallel, precision, self.chunks)
+            self.optimizer = optimizer.build_optimizer(optim, parallel, precision, self.chunks)
         self.training_tensors = training_tensors(self.modules, self.optimizer)
         self._offload = Offload(self.training_tensors, ("gradients",), self.device)
         self._dispatchers = dispatcher_tensors(self.modules)
         self.reference: Reference | None = None
         if settings.keep_reference:
-            staged = self.device.type == "cuda"
-            self.reference = Reference(self.held, self.chunks, staged=staged)
-        self._by_key = {key(item): item.tensor for item in self.held}
+            self.reference = Reference(self.held, self.chunks)
+        self._by_key = {item.key: item.tensor for item in self.held}
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
-        self._passes = self._passes_at(settings.temperature)
+        vocab_size = self.arch.vocab_size
+        self._passes = Passes(self.chunks, self.ranks, vocab_size, settings.temperature)
         self.batching = self._build_batching()
         self._log_choices()
 
     def _build_model(self, model: ModelConfig) -> None:
         self.config = transformer_config(self.arch, self.parallel, self.precision)
-        self.modules = build_chunks(
-            self.config,
-            self.arch,
-            self.hf_config,
-            model,
-            self.settings.max_sequence_tokens,
-        )
+        max_tokens = self.settings.max_sequence_tokens
+        self.modules = build_chunks(self.config, self.arch, self.hf_config, model, max_tokens)
         self.held = weights.local_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
         if self.settings.read_weights:
             finite = self.settings.require_finite
@@ -141,94 +135,65 @@ class MegatronPolicy:
 
     def _build_batching(self) -> Batching:
         parallel = self.parallel
-        return Batching(
-            config=self.config,
-            ranks=self.ranks,
-            tokens_per_microbatch=self.settings.tokens_per_microbatch,
-            work=WorkModel.of(self.arch),
-            prefix_sharing=self.prefix_sharing,
-            multiple=self.microbatch_multiple,
-            multiples=multiples(
-                parallel.context,
-                parallel.tensor,
-                parallel.sequence,
-                token_multiple(self.precision),
-            ),
-            device=self.device,
-            vision=self._vision_batcher(),
+        vision = None
+        if self.arch.vision is not None:
+            has_tower = self.ranks.pipeline_rank == 0
+            vision = VisionBatcher(self.arch.vision, self.settings.image_processor, has_tower)
+        # Transformer Engine's attention and context parallelism want every sequence whole.
+        can_share = self.ranks.context == 1 and this_machine().transformer_engine is None
+        rank_tokens = token_multiple(self.precision)
+        packer = Packer(
+            multiples(parallel.context, parallel.tensor, parallel.sequence, rank_tokens),
+            self.ranks.context_rank,
+            self.ranks.context,
+            self.device,
+            share=can_share and self.settings.share_prompts,
+            vision=vision,
         )
-
-    def _vision_batcher(self) -> VisionBatcher | None:
-        if self.arch.vision is None:
-            return None
-        has_tower = self.ranks.pipeline_rank == 0
-        return VisionBatcher(self.arch.vision, self.settings.image_processor, has_tower)
+        rule = PlanRule(
+            self.ranks.data,
+            self.settings.tokens_per_microbatch,
+            # Interleaved pipelines take micro-batches in groups of one a stage.
+            multiple=self.ranks.pipeline if parallel.virtual_pipeline is not None else 1,
+            work=WorkModel.of(self.arch),
+        )
+        return Batching(self.config, self.ranks, rule, packer)
 
     def _log_choices(self) -> None:
         if dist.get_rank() != 0:
             return
         sharing = "for every response (batch.share_prompts, context parallel or Transformer Engine)"
-        if self.prefix_sharing:
+        if self.batching.packer.share:
             sharing = "once for all its responses"
         numbers = describe(self.precision, this_machine())
         logger.info("policy: %s; a prompt is computed %s", numbers, sharing)
-
-    def _passes_at(self, temperature: float) -> Passes:
-        return Passes(self.chunks, self.ranks, self.arch.vocab_size, temperature)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return self.ranks.data_rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.ranks.data
-
-    @property
-    def prefix_sharing(self) -> bool:
-        """Transformer Engine's attention and context parallelism want every sequence whole."""
-        possible = self.ranks.context == 1 and this_machine().transformer_engine is None
-        return possible and self.settings.share_prompts
-
-    @property
-    def microbatch_multiple(self) -> int:
-        """Interleaved pipelines take micro-batches in groups of one a stage."""
-        return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
-
-    def score(
-        self, batch: LocalBatch, outputs: Outputs = (), *, reference: bool = False
-    ) -> TokenScores:
-        """See protocols.Policy."""
-        return self.score_microbatches(*batch.work, outputs, reference=reference)
 
     def score_alone(
         self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
     ) -> TokenScores:
         """Collective: ``score`` of a batch that every data-parallel rank has and scores whole, the
-        same everywhere: for few and short sequences. ``temperature``: not that of the settings."""
-        alone = self.batching.alone(batch)
-        return self.score_microbatches(batch, alone, reference=reference, temperature=temperature)
+        same everywhere: for few and short sequences."""
+        alone = LocalBatch(batch, self.batching.alone(batch))
+        return self.score(alone, reference=reference, temperature=temperature)
 
-    def score_microbatches(
+    def score(
         self,
-        batch: SequenceBatch,
-        microbatches: Sequence[Sequence[int]],
+        batch: LocalBatch,
         outputs: Outputs = (),
         *,
         reference: bool = False,
         temperature: float | None = None,
     ) -> TokenScores:
-        """Collective: ``score`` of a ``LocalBatch`` by its fields. ``batch`` is that of THIS
-        data-parallel rank, which may have rows of ``batch`` that it does not name: they score 0.
-        All ranks pass equally many micro-batches; one may be empty. ``temperature``: instead of
-        that of the settings."""
+        """See protocols.Policy. Sequences that no micro-batch names score 0; a micro-batch may be
+        empty. ``temperature``: instead of that of the settings."""
         self._offload.require("weights")
         prompts = any(output.name == PROMPT_LOGPROBS for output in outputs)
-        places = prompt_places(batch, microbatches) if prompts else None
-        buffer = self._buffer(batch, outputs, places)
-        passes = self._passes if temperature is None else self._passes_at(temperature)
+        buffer = self._buffer(batch, outputs, prompt_places(*batch.work) if prompts else None)
+        passes = self._passes
+        if temperature is not None:
+            passes = replace(passes, temperature=temperature)
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
-            packed = self.batching.packed(batch, microbatches, prompts=prompts)
+            packed = self.batching.packed(*batch.work, prompts=prompts)
             buffer.fill(passes, packed, outputs)
         return buffer.read()
 
@@ -241,39 +206,18 @@ class MegatronPolicy:
         scores: Outputs | None = None,
     ) -> UpdateResult:
         """See protocols.Policy."""
-        return self.update_microbatches(*batch.work, loss, outputs, scores=scores)
-
-    def update_microbatches(
-        self,
-        batch: SequenceBatch,
-        microbatches: Sequence[Sequence[int]],
-        loss: TokenLoss,
-        outputs: Outputs = (),
-        *,
-        scores: Outputs | None = None,
-    ) -> UpdateResult:
-        """Collective: ``update`` of a ``LocalBatch`` by its fields."""
         buffer = None if scores is None else self._buffer(batch, scores)
-        totals = self.backward(batch, microbatches, loss, outputs, buffer=buffer)
-        rate = optim_room.learning_rate(
-            self.optimizer_steps, self.optim, self.total_optimizer_steps
-        )
+        totals = self.backward(batch, loss, outputs, buffer=buffer)
+        rate = self._learning_rate(self.optimizer_steps)
         with platform():
-            norm, skipped = optim_room.step(self.optimizer, self.optim, rate, totals.loss)
+            norm, skipped = optimizer.step(self.optimizer, self.optim, rate, totals.loss)
         self.optimizer_steps += 1
-        return UpdateResult(
-            totals.loss,
-            norm,
-            learning_rate=rate,
-            skipped=skipped,
-            metrics=totals.metrics,
-            scores=None if buffer is None else buffer.read(),
-        )
+        taken = None if buffer is None else buffer.read()
+        return UpdateResult(totals.loss, norm, rate, skipped, totals.metrics, taken)
 
     def backward(
         self,
-        batch: SequenceBatch,
-        microbatches: Sequence[Sequence[int]],
+        batch: LocalBatch,
         loss: TokenLoss,
         outputs: Outputs = (),
         *,
@@ -287,16 +231,19 @@ class MegatronPolicy:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             consume = loss_consumer(loss, outputs, self.ranks, buffer)
-            packed = self.batching.packed(batch, microbatches)
+            packed = self.batching.packed(*batch.work)
             every = outputs if buffer is None else all_outputs(outputs, buffer.outputs)
             collected = self._passes.run(packed, consume, every, backward=True)
         return reduce_totals(collected, self.ranks)
 
     def _buffer(
-        self, batch: SequenceBatch, outputs: Outputs, prompt_places: Tensor | None = None
+        self, batch: LocalBatch, outputs: Outputs, prompt_places: Tensor | None = None
     ) -> ScoreBuffer:
-        num_tokens = int(batch.response_lengths.sum())
+        num_tokens = int(batch.batch.response_lengths.sum())
         return ScoreBuffer(num_tokens, outputs, self.ranks, self.device, prompt_places)
+
+    def _learning_rate(self, step: int) -> float:
+        return optimizer.learning_rate(step, self.optim, self.settings.total_optimizer_steps)
 
     @property
     def gathered_bytes_sent(self) -> int:
@@ -312,24 +259,24 @@ class MegatronPolicy:
     def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: the gradients of ``backward``, by HF name, whole; zeros of what is frozen."""
         with platform():
-            optim_room.whole_gradients(self.chunks)
-        yield from self._gather.run(optim_room.gradient)
+            optimizer.whole_gradients(self.chunks)
+        yield from self._gather.run(optimizer.gradient)
 
     def gradient_norm(self) -> float:
         """Collective: of the gradient left by ``backward``, over all parameters, as the optimizer
         step has it."""
         with platform():
-            return optim_room.gradient_norm(self.optimizer)
+            return optimizer.gradient_norm(self.optimizer)
 
     def weight_shards(self) -> list[Shard]:
         """The parts of HF tensors that this rank holds, for a planned weight sync; the keys are
         those of ``weight``."""
-        return parameter_shards(self.held)
+        return [shard for item in self.held for shard in item.shards]
 
-    def weight(self, name: str) -> Tensor:
+    def weight(self, key: str) -> Tensor:
         """This rank's parameter of that key, as it is now (after ``wait_for_param_gather``). Raises
         KeyError."""
-        return plain(self._by_key[name])
+        return plain(self._by_key[key])
 
     def wait_for_param_gather(self) -> None:
         """Collective: finishes an overlapped gathering of parameters. Called before the weights are
@@ -342,10 +289,8 @@ class MegatronPolicy:
     def check_weights(self, step: int) -> None:
         """See protocols.CheckedWeights."""
         self.wait_for_param_gather()
-        done = self.optimizer_steps - 1
-        rate = None
-        if done >= 0:
-            rate = optim_room.learning_rate(done, self.optim, self.total_optimizer_steps)
+        steps = self.optimizer_steps
+        rate = self._learning_rate(steps - 1) if steps else None
         named = [(item.parameter.names, item.tensor) for item in self.held]
         check_weights(named, self.device, step, rate)
 
@@ -393,7 +338,8 @@ class MegatronPolicy:
 
     def export(self, path: Path) -> None:
         self._offload.require("weights")
-        export.export_hf(self, path)
+        weights = self.gathered_weights()
+        export.export_hf(weights, path, self.path, self.arch, self.precision.params)
 
     def close(self) -> None:
         """Collective: drops megatron's process groups; another policy may then be built."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,12 @@ class Judged:
 
     Example, two responses to one prompt: ``Judged(np.array([0, 0]), ["gsm8k", "gsm8k"],
     np.array([True, False]), np.array([1.0, 0.0]), np.array([5, 7]), np.array([False, False]),
-    ["12", "13"])``.
+    ["12", "13"], np.array([True, True]))``.
 
     Attributes:
         group_ids: the number of the prompt, from 0 on.
         extracted: see ``rewards.base.Verdict``.
+        has_verdict: False where the verifier failed: such a row counts in lengths alone.
     """
 
     group_ids: Int[np.ndarray, " rows"]
@@ -45,21 +47,28 @@ class Judged:
     lengths: Int[np.ndarray, " rows"]  # tokens
     truncated: Bool[np.ndarray, " rows"]
     extracted: Sequence[str | None]
+    has_verdict: Bool[np.ndarray, " rows"]
 
     def of_source(self, name: str) -> Judged:
         """The rows of one data source."""
-        rows = [row for row, source in enumerate(self.data_sources) if source == name]
+        return self._take([row for row, source in enumerate(self.data_sources) if source == name])
+
+    @property
+    def with_verdict(self) -> Judged:
+        """The rows that have one."""
+        return self._take(np.flatnonzero(self.has_verdict).tolist())
+
+    def _take(self, rows: list[int]) -> Judged:
         # Numbered anew without gaps, since ``bincount`` would count a missing number as a prompt
         # without responses: 1, 1, 4, 4 become 0, 0, 1, 1.
         _, group_ids = np.unique(self.group_ids[rows], return_inverse=True)
+        columns = (self.correct, self.rewards, self.lengths, self.truncated)
         return Judged(
-            group_ids=group_ids,
-            data_sources=[name] * len(rows),
-            correct=self.correct[rows],
-            rewards=self.rewards[rows],
-            lengths=self.lengths[rows],
-            truncated=self.truncated[rows],
-            extracted=[self.extracted[row] for row in rows],
+            group_ids,
+            [self.data_sources[row] for row in rows],
+            *(column[rows] for column in columns),
+            [self.extracted[row] for row in rows],
+            self.has_verdict[rows],
         )
 
 
@@ -68,25 +77,29 @@ def evaluation_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     there are several."""
     metrics = _overall_metrics(judged, pass_at)
     for source in _sources(judged):
-        rows = judged.of_source(source)
-        metrics[f"eval/accuracy/{source}"] = fmean(rows.correct.tolist())
+        correct = judged.of_source(source).with_verdict.correct.tolist()
+        if correct:
+            metrics[f"eval/accuracy/{source}"] = fmean(correct)
     return metrics
 
 
 def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     """Accuracy (mean over responses: avg@n), mean reward, length in tokens, truncated share, pass@k
     (unbiased, mean over prompts) and, of several responses a prompt, maj@n where answers were
-    extracted (``majority_is_right``, mean over prompts).
+    extracted (``majority_is_right``, mean over prompts). Responses without a verdict count in
+    lengths alone, and in their share; a prompt that has fewer than k others is not in pass@k.
 
     Raises:
         ValueError: a k is above the number of responses.
     """
-    metrics = {
-        "eval/accuracy": fmean(judged.correct.tolist()),
-        "eval/reward_mean": fmean(judged.rewards.tolist()),
-        "eval/response_tokens_mean": fmean(judged.lengths.tolist()),
-        "eval/truncated_share": fmean(judged.truncated.tolist()),
-    }
+    metrics = {}
+    if not judged.has_verdict.all():
+        metrics["eval/excluded_share"] = fmean((~judged.has_verdict).tolist())
+    if judged.has_verdict.any():
+        metrics["eval/accuracy"] = fmean(judged.with_verdict.correct.tolist())
+        metrics["eval/reward_mean"] = fmean(judged.with_verdict.rewards.tolist())
+    metrics["eval/response_tokens_mean"] = fmean(judged.lengths.tolist())
+    metrics["eval/truncated_share"] = fmean(judged.truncated.tolist())
     for key, values in _of_prompts(judged, pass_at).items():
         # Accuracy is the mean over responses, as above; that of the means over prompts may differ
         # in its last bit, and is another number where prompts have unequal numbers of responses.
@@ -111,37 +124,38 @@ def _bounds(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     bounds = {}
     for key, values in _of_prompts(judged, pass_at).items():
         interval = bootstrap(values)
-        name = key.removeprefix("eval/")
-        bounds[LOW + name] = interval.low
-        bounds[HIGH + name] = interval.high
+        bounds[key.replace("eval/", LOW, 1)] = interval.low
+        bounds[key.replace("eval/", HIGH, 1)] = interval.high
     return bounds
 
 
 def _of_prompts(judged: Judged, pass_at: Sequence[int]) -> dict[str, list[float]]:
-    """The values of which a metric is the mean over prompts, one a prompt."""
-    sizes = np.bincount(judged.group_ids).tolist()
+    """The values of which a metric is the mean over prompts, one a prompt that has it."""
+    sampled = np.bincount(judged.group_ids).tolist()
     # With weights bincount sums floats; small counts are exact in them.
-    num_correct = np.bincount(judged.group_ids, judged.correct).astype(int).tolist()
-    counts = list(zip(sizes, num_correct, strict=True))
-    values = {"eval/accuracy": [right / size for size, right in counts]}
+    sizes = np.bincount(judged.group_ids, judged.has_verdict).astype(int).tolist()
+    is_right = judged.correct & judged.has_verdict
+    num_correct = np.bincount(judged.group_ids, is_right).astype(int).tolist()
+    counts = list(zip(sampled, sizes, num_correct, strict=True))
+    values = {"eval/accuracy": [right / size for _, size, right in counts if size]}
     for k in pass_at:
-        values[f"eval/pass_at_{k}"] = [pass_at_k(size, right, k) for size, right in counts]
-    if max(sizes) > 1:
-        majorities = _majorities(judged)
-        if majorities:
-            values[f"eval/maj_at_{max(sizes)}"] = majorities
-    return values
+        values[f"eval/pass_at_{k}"] = [
+            pass_at_k(size, right, k)
+            for asked, size, right in counts
+            if size >= min(k, asked)  # k above what was asked is refused there
+        ]
+    if max(sampled) > 1:
+        values[f"eval/maj_at_{max(sampled)}"] = _majorities(judged.with_verdict)
+    return {key: of_prompts for key, of_prompts in values.items() if of_prompts}
 
 
 def _majorities(judged: Judged) -> list[float]:
     """1 or 0 of each prompt whose responses have votes."""
-    answers: dict[int, list[str | None]] = {}
-    correct: dict[int, list[bool]] = {}
-    rows = zip(judged.group_ids.tolist(), judged.extracted, judged.correct.tolist(), strict=True)
-    for group, extracted, is_right in rows:
-        answers.setdefault(group, []).append(extracted)
-        correct.setdefault(group, []).append(is_right)
-    found = [majority_is_right(answers[group], correct[group]) for group in answers]
+    groups: dict[int, list[tuple[str | None, bool]]] = {}
+    responses = zip(judged.extracted, judged.correct.tolist(), strict=True)
+    for group, response in zip(judged.group_ids.tolist(), responses, strict=True):
+        groups.setdefault(group, []).append(response)
+    found = [majority_is_right(*zip(*rows, strict=True)) for rows in groups.values()]
     return [float(is_right) for is_right in found if is_right is not None]
 
 
@@ -183,25 +197,25 @@ def evaluation_table(rows: Sequence[Values]) -> str:
 
 
 def _shared_keys(rows: Sequence[Values]) -> list[str]:
-    """The columns: accuracy, pass@k, maj@n, tokens, truncated."""
+    """The columns: accuracy, pass@k, maj@n, tokens, truncated, and excluded where any row has
+    responses without a verdict."""
     every = dict.fromkeys(chain.from_iterable(rows))  # in order of appearance, each once
-    chosen = [key for key in every if key.startswith(("eval/pass_at_", "eval/maj_at_"))]
-    overall = [key for key in chosen if key.count("/") == 1]  # a second "/": of one data source
-    return ["eval/accuracy", *overall, _TOKENS, "eval/truncated_share"]
+    # Those with a second "/" are of one data source.
+    several = [key for key in every if re.fullmatch(r"eval/(pass|maj)_at_\d+", key)]
+    excluded = [key for key in ("eval/excluded_share",) if key in every]
+    return ["eval/accuracy", *several, _TOKENS, "eval/truncated_share", *excluded]
 
 
 def _sources_of(row: Values) -> list[str]:
     # Not split at the last "/", which may stand in the name of a source: "openai/gsm8k". Any key
     # that every source has would do as the prefix.
-    prefix = "eval/reward_mean/"
+    prefix = "eval/truncated_share/"
     return [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
 
 
 def _title(key: str) -> str:
-    if key == _TOKENS:
-        return "tokens"
     name = key.removeprefix("eval/").replace("_at_", "@").removesuffix("_share")
-    return f"{name} %"
+    return "tokens" if key == _TOKENS else f"{name} %"
 
 
 def _cell(row: Values, key: str) -> str:
@@ -210,9 +224,7 @@ def _cell(row: Values, key: str) -> str:
         return "-"
     if key.startswith(_TOKENS):
         return f"{value:.1f}"
-    text = f"{100 * value:.1f}"
-    name = key.removeprefix("eval/")
-    bounds = [row.get(prefix + name) for prefix in (LOW, HIGH)]
+    bounds = [row.get(key.replace("eval/", prefix, 1)) for prefix in (LOW, HIGH)]
     # Both are missing (None in a file, infinite before) where one prompt is all there is.
     shown = [f"{100 * bound:.1f}" for bound in bounds if bound is not None and isfinite(bound)]
-    return f"{text} [{', '.join(shown)}]" if shown else text
+    return f"{100 * value:.1f}" + (f" [{', '.join(shown)}]" if shown else "")

@@ -15,13 +15,14 @@ from math import inf, sqrt
 import numpy as np
 from scipy import stats
 
+_LEVEL = 0.95
 _RESAMPLES = 10_000
 _AT_ONCE = 100  # resamples in memory at a time: of 10^5 values, 8 bytes each, 80 MB
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the bounds that hold the true one with the level asked for.
+    """A mean and the bounds that hold the true one with 95 %.
 
     Of a single value the bounds are infinite: one run says nothing about its spread.
     """
@@ -31,31 +32,32 @@ class Interval:
     high: float
 
     def excludes(self, value: float) -> bool:
-        """Whether ``value`` lies outside of the bounds."""
         return not self.low <= value <= self.high
 
 
-def bootstrap(values: Sequence[float], level: float = 0.95) -> Interval:
+def bootstrap(values: Sequence[float], others: Sequence[float] = ()) -> Interval:
     """The percentile bootstrap of the mean, with 10,000 resamples; the same for the same values.
 
     Args:
         values: one a unit that was drawn independently: a seed, or a prompt (its mean over its
             responses, which are no independent draws). Differences of pairs make a paired interval.
+        others: values of another group, whose mean is subtracted; drawn independently.
 
     Raises:
         ValueError: no values.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
-    mean = _mean(values)
-    if len(values) == 1:
+    samples = [np.asarray(each, dtype=np.float64) for each in (values, others) if len(each)]
+    mean = _mean(values) - (_mean(others) if len(others) else 0.0)
+    if min(map(len, samples)) == 1:
         return Interval(mean, -inf, inf)
     result = stats.bootstrap(
-        (np.asarray(values, dtype=np.float64),),
-        np.mean,
+        samples,
+        _difference,
         n_resamples=_RESAMPLES,
         batch=_AT_ONCE,
-        confidence_level=level,
+        confidence_level=_LEVEL,
         method="percentile",
         rng=np.random.default_rng(0),
     )
@@ -63,7 +65,27 @@ def bootstrap(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, float(low), float(high))
 
 
-def student(values: Sequence[float], level: float = 0.95) -> Interval:
+def _difference(values: np.ndarray, *others: np.ndarray, axis: int) -> np.ndarray:
+    means = [np.mean(each, axis=axis) for each in (values, *others)]
+    return means[0] - means[1] if others else means[0]
+
+
+def welch(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """The interval of mean(values) - mean(others), drawn independently with variances of their own.
+
+    Source: Welch 1947, The generalization of Student's problem.
+    """
+    mean = _mean(values) - _mean(others)
+    if min(len(values), len(others)) < 2:
+        return Interval(mean, -inf, inf)
+    if not np.ptp(values) and not np.ptp(others):  # Welch's degrees of freedom would be 0 / 0
+        return Interval(mean, mean, mean)
+    result = stats.ttest_ind(values, others, equal_var=False)
+    low, high = result.confidence_interval(_LEVEL)
+    return Interval(mean, float(low), float(high))
+
+
+def student(values: Sequence[float]) -> Interval:
     """Student's t interval of the mean, for few values that are about normal.
 
     Raises:
@@ -73,11 +95,9 @@ def student(values: Sequence[float], level: float = 0.95) -> Interval:
     count = len(values)
     if count == 1:
         return Interval(mean, -inf, inf)
-    deviation = float(np.std(np.asarray(values, dtype=np.float64), ddof=1))
-    error = deviation / sqrt(count)
-    # Both tails together hold 1 - level: the quantile of 0.975 for a level of 0.95.
-    quantile = float(stats.t.ppf((1 + level) / 2, count - 1))
-    half = quantile * error
+    error = float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) / sqrt(count)
+    # Both tails together hold 5 %: the quantile of 0.975.
+    half = float(stats.t.ppf((1 + _LEVEL) / 2, count - 1)) * error
     return Interval(mean, mean - half, mean + half)
 
 

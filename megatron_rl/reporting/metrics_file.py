@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from megatron_rl.reporting.row_file import read_rows
 
 Row = dict[str, float | int | None]  # a value that was not finite is null
 Series = tuple[list[int], list[float]]  # steps, values
@@ -19,34 +20,11 @@ def read_metrics(path: Path) -> list[Row]:
     counts; a last line that a kill cut off is left out.
 
     Raises:
-        ValueError: no such file, a broken line that is not the last, or a row without its step.
+        ValueError: no such file, or a damaged line that is not the last.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give the metrics.jsonl of a run")
-    by_step: dict[int, Row] = {}
-    # Lines stay bytes until they are read one by one: damage is then that of a line with a number.
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            # A row is written with its line break, so what stands behind the last one was cut off.
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{path}: line {number} is not JSON ({error}); the file is damaged: delete the line"
-                " or restore the file"
-            ) from error
-        step = row.get("step") if isinstance(row, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool):
-            shown = line[:80].decode(errors="replace")
-            raise ValueError(
-                f"{path}: line {number} is {shown}; a row has its step, an integer: delete the"
-                " line or restore the file"
-            )
-        by_step[step] = row
+    by_step = {row["step"]: row for _, row in read_rows(path) if row is not None}
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -6,17 +6,48 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.checkpoints.directory import PARTIAL
 
 
-def check_rows(path: Path) -> None:
-    """Reads every line. A last line that a kill cut off, or a missing file, is no damage.
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """(line with its line break, its row); None for a last line that a kill cut off. A missing
+    file has no rows.
 
     Raises:
         ValueError: a line is damaged; names it and what to do.
     """
-    for _ in _steps(path):
+    if not path.is_file():
+        return
+    # Only a newline ends a line here: str.splitlines would also cut inside some responses. Bytes
+    # that are no UTF-8 are carried through as they are.
+    with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        lines = list(file)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ValueError("a row has its step, an integer")
+        except ValueError as error:
+            # A row is written with its line break: what has none was cut off.
+            if number == len(lines) and not line.endswith("\n"):
+                yield line, None
+                return
+            raise ValueError(
+                f"{path}: line {number} is damaged ({error}): {line[:80].strip()!a}; repair or"
+                " delete the line, or move the file away: a run then continues without its rows"
+            ) from None
+        # A last row that was cut off just before its line break is whole. With the break a row that
+        # is appended gets a line of its own.
+        yield line.rstrip("\n") + "\n", row
+
+
+def check_rows(path: Path) -> None:
+    """Reads every line; raises as ``read_rows`` does."""
+    for _ in read_rows(path):
         pass
 
 
@@ -31,8 +62,8 @@ def archive_rows(path: Path, last: int) -> Path | None:
     """
     kept = []
     overwritten = []
-    for step, line in _steps(path):
-        if step is not None and step <= last:
+    for line, row in read_rows(path):
+        if row is not None and row["step"] <= last:
             kept.append(line)
         else:
             overwritten.append(line.rstrip("\n") + "\n")
@@ -45,34 +76,6 @@ def archive_rows(path: Path, last: int) -> Path | None:
     _write(shorter, kept, "w")
     shorter.replace(path)
     return archive
-
-
-def _steps(path: Path) -> Iterator[tuple[int | None, str]]:
-    """(step, line with its line break) of each row; (None, line) of a last one that was cut off."""
-    if not path.is_file():
-        return
-    # Only a newline ends a line here: str.splitlines would also cut inside some responses. Bytes
-    # that are no UTF-8 are carried through as they are: this only moves lines.
-    with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        lines = list(file)
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            step = json.loads(line)["step"]
-            if not isinstance(step, int):
-                raise TypeError(f"step is {step!r}")
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                yield None, line
-                return
-            raise ValueError(
-                f"{path}: line {number} is damaged ({type(error).__name__}: {error}); repair or "
-                "delete that line, or move the file away: the run then continues without its rows"
-            ) from None
-        # A last row that was cut off just before its line break is whole. With the break a row that
-        # is appended gets a line of its own.
-        yield step, line if line.endswith("\n") else line + "\n"
 
 
 def _write(path: Path, lines: list[str], mode: str) -> None:

@@ -5,34 +5,16 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from megatron_rl.config.schema import Config
 from megatron_rl.reporting.metrics_file import Row
 from megatron_rl.reporting.row_file import replace_text
 from megatron_rl.reporting.sinks import Metrics
 
 _FINISH_S = 60.0  # how long the end of a run may take when nothing can be sent
 _ID = "wandb_id"
-WandbMode = Literal["offline", "online"]
-
-
-@dataclass(frozen=True)
-class WandbSettings:
-    """The place of a run in wandb.
-
-    Attributes:
-        mode: ``offline`` needs no account and writes below ``run_dir/wandb``.
-        group: holds the runs of one variant of a comparison.
-    """
-
-    project: str
-    mode: WandbMode
-    name: str
-    group: str | None
-    job_type: str
-    tags: tuple[str, ...]
 
 
 class WandbRun:
@@ -41,40 +23,39 @@ class WandbRun:
     def __init__(
         self,
         run_dir: Path,
-        wanted: WandbSettings,
-        config: Mapping[str, Any],
+        config: Config,
+        record: Mapping[str, Any],
         earlier: Sequence[Row] = (),
     ) -> None:
-        """``config``: what the page of the run shows as its configuration.
+        """Opens it, by ``config.logging``.
 
         Args:
+            record: what the page of the run shows as its configuration.
             earlier: the rows of the steps before this start. wandb is given those that it lacks:
                 a start that was killed loses its last seconds there, and an offline one is no part
                 of this one's file.
         """
         import wandb
 
-        self._offline = wanted.mode == "offline"
+        wanted = config.logging
+        assert wanted.wandb != "disabled"
+        self._offline = wanted.wandb == "offline"
+        tags = (config.method.name, f"seed={config.seed}", *wanted.wandb_tags)
         self._run = wandb.init(
-            project=wanted.project,
-            mode=wanted.mode,
-            name=wanted.name,
-            group=wanted.group,
-            job_type=wanted.job_type,
-            tags=list(dict.fromkeys(wanted.tags)),  # the user may repeat the run's
+            project=wanted.wandb_project,
+            mode=wanted.wandb,
+            name=wanted.wandb_name or run_dir.resolve().name,
+            group=wanted.wandb_group,
+            job_type=wanted.wandb_job_type,
+            tags=list(dict.fromkeys(tags)),  # the user may repeat the run's
             dir=str(run_dir),
             id=run_id(run_dir),
-            resume="allow" if wanted.mode == "online" else None,
-            config=dict(config),
+            resume=None if self._offline else "allow",
+            config=dict(record),
             settings=wandb.Settings(finish_timeout=_FINISH_S, quiet=True),
         )
-        self._add(earlier)
-
-    def _add(self, earlier: Sequence[Row]) -> None:
-        if not earlier:
-            return
         # Asked once: it is a message to wandb's own process. Rows of steps before this one it has.
-        next_step = self._run.step
+        next_step = self._run.step if earlier else 0
         for row in earlier:
             if int(row["step"] or 0) >= next_step:
                 self({key: math.nan if value is None else value for key, value in row.items()})

@@ -36,7 +36,8 @@ class Verdict:
     Example: ``Verdict(1.0, extracted="7")``; ``Verdict(0.0, "ValueError: not a number")``.
 
     Attributes:
-        problem: why the verifier could not judge; accuracy is then 0.
+        problem: why the verifier could not judge (``reward.on_problem`` says what follows);
+            accuracy is then 0. An answer that it cannot read is wrong, and no problem.
         extracted: the answer in a form in which equal answers are equal texts: the vote of a
             response in maj@n. "": the response has no answer and does not vote. None: verifiers
             that name no answer (programs), and no maj@n. Of a text longer than

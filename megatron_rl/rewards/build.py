@@ -76,15 +76,16 @@ class WeightedReward:
             self._function = FunctionCaller(
                 self._setup(function=config.function), timeout_s=config.function_timeout_s
             )
-            self._function.start()
+            self._function.pool.start()
 
     @property
     def restarts(self) -> int:
         """Workers that were killed or died and were replaced, since the start."""
-        return sum(owner.restarts for owner in self._process_owners())
+        return sum(pool.restarts for pool in self._pools())
 
-    def _process_owners(self) -> list[WorkerPool | FunctionCaller]:
-        return [owner for owner in (self._pool, self._function) if owner is not None]
+    def _pools(self) -> list[WorkerPool]:
+        of_function = None if self._function is None else self._function.pool
+        return [pool for pool in (self._pool, of_function) if pool is not None]
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Checks the prompts of a run before any work, and starts the workers they need.
@@ -97,7 +98,7 @@ class WeightedReward:
                 imported.
         """
         if self._function is not None:
-            self._function.wait_until_ready()
+            self._function.pool.wait_until_ready()
             self._start_pool(())
             return
         names = {prompt.data_source: self._name(prompt) for prompt in prompts}
@@ -118,8 +119,8 @@ class WeightedReward:
 
     def close(self) -> None:
         """Ends the workers; they also end with this process."""
-        for owner in self._process_owners():
-            owner.close()
+        for pool in self._pools():
+            pool.close()
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]
@@ -127,10 +128,11 @@ class WeightedReward:
         """One score a response; ``prompts[i]`` is the prompt of ``responses[i]``.
 
         ``Score.parts``: accuracy, format (where there is a pattern), verifier_problem (1 where a
-        response could not be judged) and those of the user's function.
+        response could not be judged, with ``on_problem=zero``) and those of the user's function.
 
         Raises:
-            ValueError: the user's function failed in several calls in a row.
+            ValueError: the user's function failed in several calls in a row; or a response could
+                not be judged, with ``on_problem=stop``.
             RuntimeError: the workers cannot be started.
         """
         assert len(prompts) == len(responses) == len(truncated)
@@ -160,7 +162,7 @@ class WeightedReward:
         if remote:
             pool = self._start_pool({str(names[row]) for row in remote})
             assert pool is not None
-            replies = pool.verify([(names[row], tasks[row], responses[row]) for row in remote])
+            replies = pool.judge([(names[row], tasks[row], responses[row]) for row in remote])
             for row, reply in zip(remote, replies, strict=True):
                 judged[row] = reply
         return judged
@@ -185,7 +187,7 @@ class WeightedReward:
             pool = self._start_pool(())
             assert pool is not None
             pairs = zip(tasks, responses, strict=True)
-            replies = pool.verify([(None, task, response) for task, response in pairs])
+            replies = pool.judge([(None, task, response) for task, response in pairs])
             for values, reply in zip(judged, replies, strict=True):
                 values["format"] = reply["format"]
                 values["problem"] = values["problem"] or reply["problem"]
@@ -194,11 +196,12 @@ class WeightedReward:
     def _score(self, task: Task, judged: _Judged) -> Score:
         problem = judged["problem"]
         accuracy = judged["accuracy"]
-        parts = {
-            "accuracy": accuracy,
-            "verifier_problem": float(problem is not None),
-            **judged.get("parts", {}),
-        }
+        if not 0 <= accuracy <= 1:  # of a plug-in, which may also give NaN
+            problem = problem or f"accuracy {accuracy} is not within [0, 1]"
+            accuracy = 0.0
+        parts = {"accuracy": accuracy, **judged.get("parts", {})}
+        if self._config.on_problem == "zero":
+            parts["verifier_problem"] = float(problem is not None)
         reward = self._config.accuracy_weight * judged.get("reward", accuracy)
         if self._function is not None:
             parts["function"] = judged["reward"]
@@ -207,17 +210,29 @@ class WeightedReward:
             reward += self._config.format_weight * parts["format"]
         if problem is not None:
             self._note(task, problem)
-        return Score(reward, accuracy == 1, parts, judged.get("extracted"))
+        excluded = problem if self._config.on_problem == "exclude" else None
+        return Score(reward, accuracy == 1, parts, judged.get("extracted"), excluded)
 
     def _note(self, task: Task, problem: str) -> None:
-        """Counts a problem by data source and class; the first of each is logged."""
+        """Counts a problem by data source and class; the first of each is logged.
+
+        Raises:
+            ValueError: ``reward.on_problem`` is stop.
+        """
+        if self._config.on_problem == "stop":
+            raise ValueError(
+                f"reward.on_problem = stop: a response to {task.uid} could not be judged:"
+                f" {problem}; correct the verifier or its limits, or set reward.on_problem=exclude"
+            )
         reason_class = f"{task.data_source}: {problem.partition(':')[0]}"
         if reason_class not in self.problems:
+            excludes = self._config.on_problem == "exclude"
             logger.warning(
-                "a response to %s could not be judged and counts as wrong: %s "
-                "(logged once; see reward/part/verifier_problem)",
+                "a response to %s could not be judged and %s: %s (logged once; see %s)",
                 task.uid,
+                "is left out" if excludes else "counts as wrong",
                 problem,
+                "reward/excluded_share" if excludes else "reward/part/verifier_problem",
             )
         self.problems[reason_class] += 1
 
@@ -255,7 +270,7 @@ class WeightedReward:
         """
         needed = {name for name in names if not self._is_local(name)}
         format_only = self._function is not None and self._config.format_pattern is not None
-        started = set() if self._pool is None else set(self._pool.verifiers)
+        started = set() if self._pool is None else set(self._pool.setup.verifiers)
         # Workers have what they were forked with: for one verifier more all are replaced.
         if self._pool is not None and not needed <= started:
             self._pool.close()
@@ -264,6 +279,7 @@ class WeightedReward:
             setup = self._setup(verifiers=tuple(sorted(needed | started)))
             self._pool = WorkerPool(
                 setup,
+                limit=("reward.timeout_s", self._config.timeout_s),
                 num_workers=self._config.num_workers,
                 step_timeout_s=self._config.step_timeout_s,
             )

@@ -28,6 +28,7 @@ REFUSED: Mapping[str, str] = {
         "its scorer evaluates the response with sympy, which runs Python code",
     ),
 }
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 # Their scorers evaluate the answer. Digits, brackets and the four operations cannot name anything
 # and, without a power, are computed at once.
 ARITHMETIC_ONLY = ("countdown", "puzzle24")
@@ -91,8 +92,14 @@ class GeneratedVerifier(Verifier):
             return Verdict(0.0, extracted=answer)
         scorer = None if name in REFUSED else self._scorer(name)
         assert scorer is not None, f"{task.data_source} was not checked"
-        verdict = limited(float(scorer(answer, dict(task.extra))), self.options)
-        return replace(verdict, extracted=answer)
+        try:
+            accuracy = float(scorer(answer, dict(task.extra)))
+        except _UNREADABLE:
+            # Scorers raise at answers that they cannot read, which are wrong. At the expected one
+            # they do not: where this raises too, the task or the scorer is at fault.
+            scorer(task.answer, dict(task.extra))
+            accuracy = 0.0
+        return replace(limited(accuracy, self.options), extracted=answer)
 
     def _scorer(self, name: str) -> Callable[[str, dict[str, Any]], float] | None:
         if name not in self._scorers:

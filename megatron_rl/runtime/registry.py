@@ -16,8 +16,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_rl.runtime.plain_data import MalformedMessageError, decoded, encoded
@@ -36,6 +36,7 @@ class Registration:
         url: as the trainer reaches it.
         beat: how often it has written this.
         lease_s: a server without a beat for longer counts as gone.
+        serves: by configuration key, what it was started with that its answers depend on.
 
     Example: ``Registration("node3-8000-1f2e", "http://127.0.0.1:8000", beat=7, lease_s=30.0)``.
     """
@@ -44,6 +45,7 @@ class Registration:
     url: str
     beat: int
     lease_s: float
+    serves: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_secret(folder: Path) -> str:
@@ -81,13 +83,14 @@ class Lease:
     """A server's own file. ``is_held`` turns false when the trainer has removed it. Files of others
     that name its address are of servers that were killed there, and removed."""
 
-    def __init__(self, folder: Path, name: str, url: str, lease_s: float) -> None:
-        self._path = folder / f"{name}.json"
-        self._registration = Registration(name, url, 0, lease_s)
+    def __init__(self, folder: Path, registration: Registration) -> None:
+        self._path = folder / f"{registration.name}.json"
+        self._registration = registration
         self._path.parent.mkdir(parents=True, exist_ok=True)
         before = Registry(folder).look()
+        url = registration.url
         for other in before.values():
-            if other.url == url and other.name != name:
+            if other.url == url and other.name != registration.name:
                 logger.warning("server %s was at %s before this one; removed", other.name, url)
                 (folder / f"{other.name}.json").unlink(missing_ok=True)
         self._write()
@@ -99,8 +102,8 @@ class Lease:
     def renew(self) -> None:
         """Another beat; does nothing when the file is gone."""
         if self.is_held:
-            old = self._registration
-            self._registration = Registration(old.name, old.url, old.beat + 1, old.lease_s)
+            beat = self._registration.beat + 1
+            self._registration = replace(self._registration, beat=beat)
             self._write()
 
     def end(self) -> None:
@@ -121,10 +124,15 @@ class _Seen:
 
 @dataclass
 class Registry:
-    """What the trainer sees of ``run_dir/servers``."""
+    """What the trainer sees of ``run_dir/servers``.
+
+    Attributes:
+        settings: those of the run; a server that was started with others is not used.
+    """
 
     folder: Path
     clock: Callable[[], float] = time.monotonic
+    settings: Mapping[str, str] = field(default_factory=dict)
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _malformed: set[str] = field(default_factory=set)
     _removed: set[str] = field(default_factory=set)
@@ -178,6 +186,15 @@ class Registry:
         if registration.name != path.stem:
             self._warn_once(path, f"{path}: names a server {registration.name}")
             return None
+        for key, value in self.settings.items():
+            there = registration.serves.get(key, "unknown")
+            if there != value:
+                self._warn_once(
+                    path,
+                    f"server {registration.name}: {key} = {there}, this run has {value}: start"
+                    " megatron_rl.serve with the overrides of the run",
+                )
+                return None
         return registration
 
     def _warn_once(self, path: Path, problem: str) -> None:

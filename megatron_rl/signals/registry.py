@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Literal, TypeVar
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.reading import Data
 from megatron_rl.errors import RegistrationError, close_names, did_you_mean
 from megatron_rl.loss import Method
 from megatron_rl.loss.batch import Reading
-from megatron_rl.loss.choices import PER_RESPONSE, PER_TOKEN
+from megatron_rl.loss.choices import Evidence, Terms, inputs_of
 from megatron_rl.passes import LocalBatch, Output, Outputs, TokenScores, TokenView
 from megatron_rl.signals.base import Columns, Extension, Signal, SignalSetup, StepView
 from megatron_rl.types import Prompt
@@ -31,7 +32,7 @@ def register_signal(signal: S) -> S:
     if not names:
         raise RegistrationError(f"signal {signal.__name__}: has no columns; name what it gives")
     # An entropy is both: the property of that name is the column, without gradient.
-    fields = (PER_RESPONSE.names | PER_TOKEN.names) - {"entropy"}
+    fields = (inputs_of(Evidence) | inputs_of(Terms)) - {"entropy"}
     for name in names:
         if name in fields:
             raise RegistrationError(
@@ -50,25 +51,33 @@ def register_signal(signal: S) -> S:
 
 @dataclass(frozen=True)
 class Signals:
-    """The signals of a run. ``log_entropy``: the old policy's entropy is a metric."""
+    """The signals of a run.
+
+    Attributes:
+        log_entropy: the old policy's entropy is a metric.
+        reads_reference: the loss reads logprobs of the reference, whatever signals read.
+    """
 
     members: tuple[Signal, ...] = ()
     log_entropy: bool = False
+    reads_reference: bool = False
 
-    def needs(self, scores: str) -> bool:
-        """Whether the credit reads the scores "old" or "ref" by a signal."""
+    def needs(self, scores: Literal["old", "ref"]) -> bool:
+        """Whether a pass over the rollout has to give these before the first update."""
+        if scores == "ref" and self.reads_reference:
+            return True
         return any(scores in signal.scores for signal in self.members)
 
     @property
     def score_outputs(self) -> Outputs:
         """Of the pass with the old policy."""
         logged = [Output("entropy")] if self.log_entropy else []
-        return (*logged, *_joined(signal.score_outputs for signal in self.members))
+        return (*logged, *chain.from_iterable(signal.score_outputs for signal in self.members))
 
     @property
     def update_outputs(self) -> Outputs:
         """Of the passes of updates."""
-        return _joined(signal.update_outputs for signal in self.members)
+        return tuple(chain.from_iterable(signal.update_outputs for signal in self.members))
 
     @property
     def extra_tokens(self) -> int:
@@ -114,12 +123,12 @@ class Signals:
 
     def state(self) -> dict[str, Any]:
         """Of all, for a checkpoint."""
-        return {signal.name: signal.state() for signal in self.members}
+        return {type(signal).__name__: signal.state() for signal in self.members}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse; a signal that the checkpoint has not begins anew."""
         for signal in self.members:
-            signal.restore(state.get(signal.name, {}))
+            signal.restore(state.get(type(signal).__name__, {}))
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,8 @@ def signals_of(method: Method, seed: int = 0) -> Signals:
     # In the order of the table, whatever order the method reads them in.
     kinds = [kind for kind in dict.fromkeys(_SIGNALS.values()) if kind in readers]
     made = [kind(**_knobs(kind, readers[kind], always)) for kind in kinds]
-    return Signals(tuple(made), method.config.entropy.metric or "entropy" in method.reads)
+    log_entropy = method.config.entropy.metric or "entropy" in method.reads
+    return Signals(tuple(made), log_entropy, method.reads_reference)
 
 
 def _knobs(
@@ -193,11 +203,3 @@ def _knobs(
 
 def _first_column(kind: type[Signal]) -> str:
     return (*kind.columns, *kind.token_columns)[0]
-
-
-def _joined(outputs: Iterable[Outputs]) -> Outputs:
-    def every() -> Iterator[Output]:
-        for some in outputs:
-            yield from some
-
-    return tuple(every())

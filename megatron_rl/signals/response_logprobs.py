@@ -1,4 +1,4 @@
-"""The old policy's logprobs of each response, and their KL to the reference."""
+"""Logprobs of each response: the old policy's, their KL to the reference, how far they moved."""
 
 from __future__ import annotations
 
@@ -53,3 +53,20 @@ class ReferenceKl(Signal):
         logprobs = lifted(old.logprobs)
         estimate = self._estimate(logprobs, lifted(ref.logprobs).to(logprobs.dtype))
         return view.of_all_rows({"kl": totals(estimate, view)})
+
+
+@register_signal
+class LogRatioSums(Signal):
+    """``log_ratio_sums``: logprobs minus old_logprobs summed over each response of the minibatch,
+    without gradient, by a pass of its own before the update."""
+
+    about = "a pass over every minibatch before it"
+    columns = ("log_ratio_sums",)
+
+    def before_minibatch(self, view: StepView) -> Columns:
+        if view.experience.on_policy:
+            # Before the only update of a step the policy is still the old one.
+            return {"log_ratio_sums": torch.zeros(view.num_responses, dtype=torch.float64)}
+        moved = view.score().logprobs.numpy() - view.tokens["old_logprobs"]
+        moved[~view.loss_mask.numpy()] = 0
+        return {"log_ratio_sums": view.response_sums(moved)}

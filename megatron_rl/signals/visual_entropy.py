@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,10 @@ from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.visual_entropy import visual_entropy
 from megatron_rl.data.reading import Data
+from megatron_rl.errors import concerning
 from megatron_rl.models import FAMILIES, read_architecture
 from megatron_rl.protocols import ImageProcessor
+from megatron_rl.reporting.row_file import replace_text
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals.base import Columns, Signal, SignalSetup, StepView
@@ -26,7 +28,7 @@ from megatron_rl.signals.registry import register_signal
 from megatron_rl.types import Image, Prompt
 
 EXTRA = "visual_entropy"
-FILE = "visual_entropy.jsonl"
+FILE = "visual_entropy.json"
 logger = logging.getLogger(__name__)
 
 
@@ -102,39 +104,28 @@ def with_visual_entropy(
     Raises:
         ValueError: an image cannot be decoded or has a single patch, or ``file`` is damaged.
     """
-    images = _wanted(data.train_prompts)
+    lacking = [prompt for prompt in data.train_prompts if EXTRA not in prompt.extra]
+    images = {image.digest: image for prompt in lacking for image in prompt.images}
     if not images:
         return data
     tower = Tower(model_path, processor)
-    known = world.from_main(partial(_read, file, tower.fingerprint))
+    # By tower, then by image.
+    stored: dict[str, dict[str, float]] = world.from_main(partial(_read, file))
+    known = stored.setdefault(tower.fingerprint, {})
     missing = [image for digest, image in images.items() if digest not in known]
     share = missing[world.rank :: world.size]
-    made = {image.digest: tower.entropy(image) for image in share}
-    new: dict[str, float] = {}
-    for part in world.all_gather(made):
-        new.update(part)
-    world.from_main(partial(_append, file, tower.fingerprint, new))
+    for part in world.all_gather({image.digest: tower.entropy(image) for image in share}):
+        known.update(part)
+    if missing:
+        world.from_main(lambda: replace_text(file, json.dumps(stored) + "\n"))
     if world.is_main:
-        logger.info(
-            "visual entropy of %d images: %d computed with the tower of %s, %d read from %s",
-            len(images),
-            len(new),
-            model_path,
-            len(images) - len(new),
-            file,
-        )
-    values = {**known, **new}
-    train = []
-    for source in data.train:
-        prompts = tuple(_with(prompt, values) for prompt in source.prompts)
-        train.append(replace(source, prompts=prompts))
+        sources = (len(images), len(missing), model_path, file)
+        logger.info("visual entropy of %d images: %d by the tower of %s, others of %s", *sources)
+    train = [
+        replace(source, prompts=tuple(_with(prompt, known) for prompt in source.prompts))
+        for source in data.train
+    ]
     return replace(data, train=tuple(train))
-
-
-def _wanted(prompts: Iterable[Prompt]) -> dict[str, Image]:
-    """The distinct images of prompts without the value."""
-    lacking = [prompt for prompt in prompts if EXTRA not in prompt.extra]
-    return {image.digest: image for prompt in lacking for image in prompt.images}
 
 
 def _with(prompt: Prompt, values: Mapping[str, float]) -> Prompt:
@@ -144,32 +135,8 @@ def _with(prompt: Prompt, values: Mapping[str, float]) -> Prompt:
     return replace(prompt, extra={**prompt.extra, EXTRA: mean})
 
 
-def _read(file: Path, tower: str) -> dict[str, float]:
-    """Entropy by image digest; a line that a killed run left half written is skipped."""
-    known: dict[str, float] = {}
-    lines: Sequence[str] = file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            if row["tower"] == tower:
-                known[row["image"]] = float(row["entropy_nats"])
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise ValueError(
-                    f"{file}: line {number} is damaged ({error}); delete the file, it is computed"
-                    " again"
-                ) from error
-    return known
-
-
-def _append(file: Path, tower: str, values: Mapping[str, float]) -> None:
-    if not values:
-        return
-    rows = [
-        {"image": image, "tower": tower, "entropy_nats": value} for image, value in values.items()
-    ]
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    whole = text[: text.rfind("\n") + 1]  # without a line that was left half written
-    aside = file.with_suffix(".partial")
-    aside.write_text(whole + "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    aside.replace(file)
+def _read(file: Path) -> dict[str, dict[str, float]]:
+    if not file.is_file():
+        return {}
+    with concerning(str(file), "delete the file, it is computed again", (ValueError,)):
+        return json.loads(file.read_text(encoding="utf-8"))

@@ -30,13 +30,12 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
         except HydraException:
             choices.append([text])  # the check of the whole combination says what is wrong with it
             continue
+        choices.append([text])
         if parsed.is_sweep_override():
             # The key with its "+" or "@package"; values as they were typed, quotes included, so
             # that each is an override again.
             key = parsed.get_key_element()
-            choices.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
-        else:
-            choices.append([text])
+            choices[-1] = [f"{key}={value}" for value in parsed.sweep_string_iterator()]
     return [list(combination) for combination in itertools.product(*choices)]
 
 

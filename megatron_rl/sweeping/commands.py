@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.sweeping.trials import Trial
 
@@ -33,7 +34,7 @@ class Slurm:
         out: the folder of the sweep.
         nproc: processes a node.
         sbatch: options of the user for sbatch.
-        at_a_time: runs of an array at one time; None: as many as Slurm has room for.
+        at_a_time: runs of an array at one time; None: as many as Slurm can run.
         options: options of ``megatron_rl.train``.
     """
 
@@ -50,7 +51,7 @@ class Slurm:
             file: what ``write_trials`` writes; task N of the array runs its line N, from 0 on.
 
         Raises:
-            ValueError: there is no batch script beside an installed package.
+            ValueError: there is no batch script next to an installed package.
         """
         script = Path(__file__).resolve().parents[2] / "examples" / "slurm" / "train.sbatch"
         if not script.is_file():
@@ -76,23 +77,11 @@ class Slurm:
         Raises:
             ValueError: there is no squeue, or it fails.
         """
-        try:
-            done = subprocess.run(
-                ["squeue", "--me", "--noheader", "--format=%i %k"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except FileNotFoundError:
-            raise ValueError("squeue: no such program on this machine") from None
-        if done.returncode:
-            raise ValueError(f"squeue: {done.stderr.strip() or done.returncode}")
-        found = []
-        for line in done.stdout.splitlines():
-            job, _, comment = line.partition(" ")  # a comment has spaces of its own
-            if comment.strip() == self._comment:
-                found.append(job)
-        return found
+        words = ["squeue", "--me", "--noheader", "--format=%i %k"]
+        done = run(words, stdout=subprocess.PIPE, text=True)
+        # A comment has spaces of its own.
+        jobs = [line.partition(" ") for line in done.stdout.splitlines()]
+        return [job for job, _, comment in jobs if comment.strip() == self._comment]
 
     def new_file(self) -> Path:
         """A name that no earlier array uses: its tasks read their lines when they start."""
@@ -108,29 +97,29 @@ def write_trials(file: Path, trials: Sequence[Trial]) -> None:
     Raises:
         ValueError: an override goes over several lines.
     """
-    lines = []
     for trial in trials:
-        line = shlex.join(trial.overrides)
-        if "\n" in line:
+        if any("\n" in text for text in trial.overrides):
             raise ValueError(
                 f"--sbatch: an override of {trial.name} has a line break; write it as \\n"
             )
-        lines.append(f"{line}\n")
     file.parent.mkdir(parents=True, exist_ok=True)
     # "x": waiting tasks of an earlier array still read their own file.
     with file.open("x", encoding="utf-8") as stream:
-        stream.writelines(lines)
+        stream.writelines(f"{shlex.join(trial.overrides)}\n" for trial in trials)
 
 
-def submit(words: Sequence[str]) -> None:
-    """Runs sbatch; what it says is on the console.
+def run(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program of Slurm; its output is on the console, unless ``how`` says otherwise.
 
     Raises:
-        ValueError: there is no sbatch, or it refuses.
+        ValueError: there is no such program, or it refuses.
     """
     try:
-        code = subprocess.run(words, check=False).returncode
+        done = subprocess.run(words, check=False, **how)
     except FileNotFoundError:
         raise ValueError(f"{words[0]}: no such program on this machine") from None
-    if code:
-        raise ValueError(f"sbatch ended with exit code {code}; nothing was submitted")
+    if done.returncode:
+        raise ValueError(
+            f"{words[0]} ended with exit code {done.returncode}; nothing was submitted"
+        )
+    return done

@@ -16,7 +16,7 @@ class Failure:
     """The exit code of a run, lines that say why, and the file with all of its output, if any."""
 
     code: int
-    lines: tuple[str, ...]
+    lines: list[str]
     log: Path | None
 
     @property
@@ -33,14 +33,10 @@ class Failure:
         Example: the lines ``error: config:`` and ``  - seed = x: no number`` make
         ``exit code 1: error: config: seed = x: no number (run/console.log)``.
         """
-        text = self.code_text
-        if self.lines:
-            text += f": {self.lines[0]}"
+        text = ": ".join([self.code_text, *self.lines[:1]])
         if text.endswith(":") and len(self.lines) > 1:
             text += f" {self.lines[1].strip().removeprefix('- ')}"
-        if self.log:
-            text += f" ({self.log})"
-        return text
+        return f"{text} ({self.log})" if self.log else text
 
 
 def failure_of(code: int, error_file: Path, log: Path | None) -> Failure:
@@ -49,29 +45,16 @@ def failure_of(code: int, error_file: Path, log: Path | None) -> Failure:
     Its reason is the message of the rank that failed first, which torchrun leaves in
     ``error_file``; where there is none (torchrun itself was killed), the end of the output.
     """
-    return Failure(code, tuple(_message(error_file) or _end_of(log)), log)
-
-
-def _message(error_file: Path) -> list[str]:
-    if not error_file.is_file():
-        return []
+    text = ""
     try:
         content = json.loads(error_file.read_text(encoding="utf-8"))["message"]
-    except (ValueError, KeyError, TypeError):
-        return []
-    # torch writes {"message": {"message": text, "extraInfo": ...}}, or a text in place of the inner
-    # object.
-    text = content
-    if isinstance(content, dict) and "message" in content:
-        text = content["message"]
-    return [line for line in str(text).splitlines() if line.strip()]
-
-
-def _end_of(log: Path | None) -> list[str]:
-    if log is None or not log.is_file():
-        return []
-    # The end alone: a log may hold days. What is cut within a character is replaced.
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
-        text = file.read().decode("utf-8", "replace")
-    return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+        # torch writes {"message": {"message": text, ...}}, or a text in place of the inner object.
+        text = content["message"] if isinstance(content, dict) else content
+    except (OSError, ValueError, KeyError, TypeError):
+        if log is not None and log.is_file():
+            # The end alone: a log may hold days. What is cut within a character is replaced.
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+                end = file.read().decode("utf-8", "replace")
+            text = "\n".join([line for line in end.splitlines() if line.strip()][-_LAST_LINES:])
+    return Failure(code, [line for line in str(text).splitlines() if line.strip()], log)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-
-import torch
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = "OMP_NUM_THREADS"
@@ -13,19 +10,7 @@ _THREADS = "OMP_NUM_THREADS"
 Share = Mapping[str, str]  # environment variables of a run, in addition to those of the sweep
 
 
-def shares(parallel: int, nproc: int) -> list[Share]:
-    """One share for each of ``parallel`` runs of ``nproc`` processes on this machine.
-
-    Raises:
-        ValueError: it has GPUs, and not enough of them.
-    """
-    if parallel == 1:
-        return [{}]
-    num_cores = len(os.sched_getaffinity(0))
-    return cut(parallel, nproc, os.environ, torch.cuda.device_count(), num_cores)
-
-
-def cut(
+def shares(
     parallel: int, nproc: int, environment: Mapping[str, str], num_gpus: int, num_cores: int
 ) -> list[Share]:
     """Neighboring GPUs for each run, one a process; without GPUs the cores in equal parts.
@@ -38,6 +23,8 @@ def cut(
     Raises:
         ValueError: fewer GPUs than processes.
     """
+    if parallel == 1:
+        return [{}]
     if num_gpus:
         visible = [str(index) for index in range(num_gpus)]
         if environment.get(_VISIBLE):
@@ -55,9 +42,3 @@ def cut(
     if nproc > 1 or _THREADS in environment:
         return [{} for _ in range(parallel)]
     return [{_THREADS: str(max(1, num_cores // parallel))} for _ in range(parallel)]
-
-
-def environment(share: Share, error_file: str) -> dict[str, str]:
-    """The variables of a run: those of the sweep, its share, and where torchrun leaves the message
-    of the rank that failed first."""
-    return {**os.environ, **share, "TORCHELASTIC_ERROR_FILE": error_file}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,7 @@ from megatron_rl.runtime.display import duration
 from megatron_rl.runtime.guard import lock
 from megatron_rl.runtime.guard.parent import die_with_parent
 from megatron_rl.sweeping.failures import Failure, failure_of
-from megatron_rl.sweeping.machine import Share, environment
+from megatron_rl.sweeping.machine import Share
 from megatron_rl.sweeping.trials import Trial, is_finished
 
 CONSOLE = "console.log"
@@ -66,17 +67,13 @@ def start_process(
         ValueError: there is no such program.
     """
     try:
-        if log is None:
-            return subprocess.Popen(
-                words, env=variables, start_new_session=True, preexec_fn=die_with_parent
-            )
-        with log.open("ab") as output:
+        with nullcontext() if log is None else log.open("ab") as output:
             return subprocess.Popen(
                 words,
                 env=variables,
-                stdin=subprocess.DEVNULL,
+                stdin=None if log is None else subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if log is None else subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -187,16 +184,15 @@ class Runner:
                     file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}\n")
             except OSError as error:
                 raise ValueError(f"{log}: cannot be written ({error.strerror})") from None
-        variables = environment(self._shares[slot], str(error_file))
-        process = start_process(words, variables, log)
+        # torchrun leaves the message of the rank that failed first in the file of this variable.
+        more = {**self._shares[slot], "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        process = start_process(words, {**os.environ, **more}, log)
         self._live.append(Live(trial, process, slot, error_file, log, time.monotonic()))
         self._say(trial, "started" if log is None else f"started, output in {log}")
 
     def _reap(self) -> None:
-        """Looks after the runs that have ended."""
         for live in list(self._live):
-            code = live.process.poll()
-            if code is not None:
+            if (code := live.process.poll()) is not None:
                 self._live.remove(live)
                 self._note_end(live, code)
 
@@ -231,15 +227,7 @@ class Runner:
                 self.outcome.done.append(trial.name)
 
     def _say(self, trial: Trial, what: str) -> None:
-        outcome = self.outcome
-        numbers = Counter(
-            done=len(outcome.done),
-            running=len(self._live),
-            failed=len(outcome.failed),
-            elsewhere=len(outcome.elsewhere),
-            stopped=len(outcome.stopped),
-            left=len(self._waiting),
-        )
-        progress = ", ".join(f"{count} {name}" for name, count in numbers.items() if count)
-        stream = sys.stderr if trial.name in outcome.failed else sys.stdout
+        trials = {**vars(self.outcome), "running": self._live, "left": self._waiting}
+        progress = ", ".join(f"{len(them)} {name}" for name, them in trials.items() if them)
+        stream = sys.stderr if trial.name in self.outcome.failed else sys.stdout
         print(f"--- {trial.folder}: {what} [{progress}]", file=stream, flush=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 
-from megatron_rl.reporting.intervals import Interval, bootstrap, student
+from megatron_rl.reporting.comparison.scores import VariantScore, compare
+from megatron_rl.reporting.comparison.tables import digits_of, interval_text, number
 from megatron_rl.reporting.metrics_file import read_metrics, series
 from megatron_rl.reporting.report import table
 from megatron_rl.run.start import METRICS
@@ -31,9 +32,7 @@ def summary(trials: Sequence[Trial], finished: Iterable[str], metrics: Sequence[
     if missing:
         notes.append(f"not in the table, because not finished: {', '.join(missing)}")
     notes += [f"{trial.name}: the same run as {trial.same_as}" for trial in trials if trial.same_as]
-    if notes:
-        parts.append("\n".join(notes))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
 
 
 def _last_values(trials: Sequence[Trial], finished: set[str], metric: str) -> Scores:
@@ -42,61 +41,42 @@ def _last_values(trials: Sequence[Trial], finished: set[str], metric: str) -> Sc
     A combination whose runs are all those of another one has no row of its own.
     """
     by_name = {trial.name: trial for trial in trials}
-    rows = {trial.label for trial in trials if not trial.same_as}
     # A trial that was not run itself still counts in its row, by the values of the run for it: with
     # method=grpo,dapo clip=0.2,0.3 a combination may equal the default of another.
-    scores: dict[str, dict[int, float]] = {}
+    scores: dict[str, dict[int, float]] = {trial.label: {} for trial in trials if not trial.same_as}
     for trial in trials:
-        if trial.label not in rows:
-            continue
-        of_label = scores.setdefault(trial.label, {})
         run = by_name[trial.same_as or trial.name]
         file = run.folder / METRICS
-        if run.name in finished and file.is_file():
+        if trial.label in scores and run.name in finished and file.is_file():
             _, values = series(read_metrics(file), metric)
             if values:
-                of_label[trial.config.seed] = values[-1]
+                scores[trial.label][trial.config.seed] = values[-1]
     return scores
 
 
 def _table(scores: Scores, metric: str) -> str:
-    first = next(iter(scores))
-    largest = [max(map(abs, of_label.values())) for of_label in scores.values() if of_label]
-    form = "{:.3f}" if max(largest, default=1.0) >= 0.01 else "{:.2e}"
-    rows = []
-    pairs = {label: differences(of_label, scores[first]) for label, of_label in scores.items()}
-    has_pairs = any(len(pairs[label]) > 1 for label in scores if label != first)
-    for label, of_label in scores.items():
-        row = [label, str(len(of_label)), _spread(list(of_label.values()), form)]
-        if has_pairs:
-            row += _difference([] if label == first else pairs[label], form)
-        rows.append(row)
+    first, *others = scores
+    digits = digits_of([value for of_label in scores.values() for value in of_label.values()])
+    rows = {label: [label, *_mean(list(scores[label].values()), digits)] for label in scores}
     head = ["combination", "runs", f"last {metric}"]
-    if has_pairs:
+    if any(len(scores[label].keys() & scores[first].keys()) > 1 for label in others):
         head += ["pairs", f"minus {first}", "Student 95 %", "bootstrap 95 %"]
-    return table([head, *rows])
+        for label, row in rows.items():
+            row += ["", "", "", ""] if label == first else _pairs(scores, label, first, digits)
+    return table([head, *rows.values()])
 
 
-def differences(of_label: Mapping[int, float], of_first: Mapping[int, float]) -> list[float]:
-    """Paired differences over the seeds that both have."""
-    return [value - of_first[seed] for seed, value in of_label.items() if seed in of_first]
-
-
-def _spread(values: Sequence[float], form: str) -> str:
+def _mean(values: Sequence[float], digits: int) -> list[str]:
     if not values:
-        return "-"
-    return f"{form.format(fmean(values))} +- {form.format(pstdev(values))}"
+        return ["0", "-"]
+    spread = number(pstdev(values), digits)
+    return [str(len(values)), f"{number(fmean(values), digits)} +- {spread}"]
 
 
-def _difference(values: Sequence[float], form: str) -> list[str]:
-    if not values:
+def _pairs(scores: Scores, label: str, first: str, digits: int) -> list[str]:
+    if not scores[label].keys() & scores[first].keys():
         return ["", "", "", ""]
-    signed = form.replace(":", ":+")  # "{:.3f}" -> "{:+.3f}": with its sign always
-    intervals = ["", ""]
-    if len(values) > 1:
-        intervals = [_bounds(student(values), signed), _bounds(bootstrap(values), signed)]
-    return [str(len(values)), signed.format(fmean(values)), *intervals]
-
-
-def _bounds(interval: Interval, form: str) -> str:
-    return f"{form.format(interval.low)} to {form.format(interval.high)}"
+    own, baseline = (VariantScore(scores[name], ()) for name in (label, first))
+    found = compare(own, baseline)
+    intervals = [interval_text(each, digits, True) for each in (found.student, found.bootstrap)]
+    return [str(found.num_pairs), number(found.student.mean, digits, signed=True), *intervals]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,7 +64,9 @@ def make_trials(overrides: Sequence[str], out: Path, root: Root) -> list[Trial]:
     first: dict[str, str] = {}  # the name of the first trial of each configuration
     trials = []
     for name, run, config in zip(names, runs, configs, strict=True):
-        same_as = first.setdefault(_identity(config), name)
+        # Equal for two runs that would do the same, each in its folder.
+        identity = config.model_dump_json(exclude={"run_dir"})
+        same_as = first.setdefault(identity, name)
         trial = Trial(
             name=name,
             overrides=(*run, as_override("run_dir", config.run_dir)),
@@ -86,8 +87,8 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) ->
     problems = []
     configs = []
     for run, folder in zip(runs, folders, strict=True):
+        given = [*run, as_override("run_dir", str(folder))]
         try:
-            given = [*run, as_override("run_dir", str(folder))]
             values = compose(root.config_name, given, root.config_dir)
             configs.append(validate(Config, values, folder.name))
         except ConfigError as error:
@@ -97,28 +98,20 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) ->
     return configs
 
 
-def _identity(config: Config) -> str:
-    """Equal for two runs that would do the same, each in its folder."""
-    return json.dumps(config.model_dump(mode="json", exclude={"run_dir"}), sort_keys=True)
-
-
 def with_wandb(trials: Sequence[Trial], sweep: str) -> list[Trial]:
     """The trials, those that log to wandb with what makes the same comparison there.
 
     The seeds of a combination share a group, ``SWEEP/COMBINATION``, which wandb can average; a
-    group that the user gives stays. The name of the sweep and of its experiment are tags beside
+    group that the user gives stays. The name of the sweep and of its experiment are tags next to
     those of the user.
     """
-    tracked = []
-    for trial in trials:
-        if trial.config.logging.wandb != "disabled":
-            trial = _tracked(trial, sweep)
-        tracked.append(trial)
-    return tracked
+    return [_tracked(trial, sweep) for trial in trials]
 
 
 def _tracked(trial: Trial, sweep: str) -> Trial:
     logging = trial.config.logging
+    if logging.wandb == "disabled":
+        return trial
     shown = [text for text in trial.differing if not is_seed(text)]
     more = []
     if logging.wandb_group is None:
@@ -128,7 +121,7 @@ def _tracked(trial: Trial, sweep: str) -> Trial:
     own = [text[:MAX_TAG] for text in (sweep, *experiments)]
     tags = dict.fromkeys([*logging.wandb_tags, *own])
     more.append(f"logging.wandb_tags=[{','.join(map(quoted, tags))}]")
-    # Behind the others: of two overrides of one key the last holds.
+    # After the others: of two overrides of one key the last holds.
     return replace(trial, overrides=(*trial.overrides, *more))
 
 

@@ -16,25 +16,23 @@ from megatron_rl.data.reading import Data, training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
+from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.weights.recorder import UndiscoveredError
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluator import build_evaluator
+from megatron_rl.hooks import ROLLOUT_HOOKS
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
 from megatron_rl.rollouts.build import (
     SourceParts,
     build_colocated,
-    build_logprob_check,
     build_served,
 )
 from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
-from megatron_rl.rollouts.logprob_check import CheckedSync
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.exchange import on_main
@@ -48,7 +46,6 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import rank_log
 from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World
-from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.signals import Signals, SignalSetup, signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
@@ -83,16 +80,19 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     start = folder.prepare(data_fingerprint(loader.state()))
     if config.logging.rank_files and not world.is_main:
         rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
-    world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
+    world.from_main(lambda: check_before_build(config, start, signals.needs("ref")))
     with display.phase("preparing what the method reads", announced=False):
         setup = SignalSetup(Path(config.model.path), Path(config.run_dir), vision, world)
         data = signals.prepare(data, setup)
     loader = training_stream(data, config)
     with display.phase("building the policy", name="policy"):
         fresh = start.checkpoint is None
-        policy = build_policy(config, method, signals, vision, read_weights=fresh)
+        policy = build_policy(config, signals, vision, read_weights=fresh)
     decode = text_of(tokenizer)
     parts = SourceParts(
+        config=config,
+        world=world,
+        display=display,
         policy=policy,
         weights=policy,
         method=method,
@@ -107,9 +107,9 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         save=lambda step: folder.save_unless_there(step, policy, source),
     )
     if config.source.is_servers:
-        source = build_served(config, world, display, parts)
+        source = build_served(parts)
     else:
-        source = build_with_engines(config, world, display, parts)
+        source = build_with_engines(parts)
     return Trainer(
         config=config.trainer,
         source=source,
@@ -122,21 +122,12 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     )
 
 
-def build_with_engines(
-    config: Config, world: World, display: Display, parts: SourceParts
-) -> Rollouts:
+def build_with_engines(parts: SourceParts) -> Rollouts:
     """Collective. Engines in the processes of the policy."""
-    data = parts.data
-    policy = parts.policy
-    multimodal = multimodal_config([*data.train_prompts, *data.held_out_prompts], parts.vision)
-    with display.phase("building the rollout engine", name="engine"):
-        engine, weight_sync = build_engine(config, world, policy, multimodal)
-    memory = build_colocation(config, policy, engine)
-    weight_sync = ColocatedSync(weight_sync, memory)
-    check = build_logprob_check(config, world, parts, engine)
-    if check is not None:
-        weight_sync = CheckedSync(weight_sync, check)
-    return build_colocated(config, world, display, parts, (engine, weight_sync, memory))
+    multimodal = parts.multimodal()
+    with parts.display.phase("building the rollout engine", name="engine"):
+        engine, weight_sync = build_engine(parts.config, parts.world, parts.policy, multimodal)
+    return build_colocated(parts, engine, weight_sync)
 
 
 def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
@@ -146,11 +137,11 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
         ValueError: the groups are too small for it, or what it reads cannot be given.
     """
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    if config.batch.responses_per_prompt < method.needs.min_group:
+    if config.batch.responses_per_prompt < config.method.min_group:
         raise ValueError(
             f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method"
             f" {method.name} compares the responses of a prompt and needs at least"
-            f" {method.needs.min_group}"
+            f" {config.method.min_group}"
         )
     signals = signals_of(method, config.seed)
     signals.check(data.train_prompts, config)
@@ -172,23 +163,19 @@ def build_demonstrations(
 def build_post_rollout(
     config: Config, world: World, folder: RunFolder, decode: Decode
 ) -> PostRollout:
+    chosen = config.rollout_hooks.items()
+    hooks = {name: knobs for name, knobs in chosen if not ROLLOUT_HOOKS[name].resamples}
     return PostRollout(
         shown=partial(on_main, decode=decode, world=world),
-        after_scoring=build_hooks(config, world),
+        # None where there is none: rank 0 then gets no tokens but those it trains on and logs.
+        after_scoring=RolloutHooks(hooks, world) if hooks else None,
         log_samples=folder.log_samples,
         num_samples=config.logging.log_samples,
     )
 
 
-def build_hooks(config: Config, world: World) -> RolloutHooks | None:
-    """None where there is none: rank 0 then gets no tokens but those it trains on and logs."""
-    functions = {name: hook for name, hook in config.rollout_hooks.items() if not hook.resamples}
-    return RolloutHooks(functions, world) if functions else None
-
-
 def build_policy(
     config: Config,
-    method: Method,
     signals: Signals,
     vision: VisionProcessor | None = None,
     read_weights: bool = True,
@@ -196,55 +183,52 @@ def build_policy(
     """Collective. The policy, with the weights of ``model.path`` or those a checkpoint brings."""
     if not read_weights:
         logger.info("policy: the weights are those of the checkpoint, the model is not read")
+    settings = policy_settings(config, signals, vision, read_weights)
+    return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
+
+
+def policy_settings(
+    config: Config,
+    signals: Signals,
+    vision: VisionProcessor | None = None,
+    read_weights: bool = True,
+) -> PolicySettings:
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    longest += signals.extra_tokens
-    settings = PolicySettings(
+    # Of plain sequences: half of its tokens where a micro-batch has each sequence once more.
+    tokens_per_microbatch = (
+        config.batch.tokens_per_microbatch // config.method.sequences_per_response
+    )
+    return PolicySettings(
         temperature=rollout.temperature,
-        keep_reference=method.needs.ref_logprobs or signals.needs("ref"),
+        keep_reference=signals.needs("ref"),
         total_optimizer_steps=num_optimizer_steps(config),
-        max_sequence_tokens=longest,
-        tokens_per_microbatch=tokens_per_microbatch(config),
+        max_sequence_tokens=longest + signals.extra_tokens,
+        tokens_per_microbatch=tokens_per_microbatch,
         share_prompts=config.batch.share_prompts,
         image_processor=vision,
         read_weights=read_weights,
     )
-    return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
-
-
-def tokens_per_microbatch(config: Config) -> int:
-    """The tokens of plain sequences that a micro-batch may have: half of its tokens where each
-    sequence is seen once more."""
-    return config.batch.tokens_per_microbatch // config.method.sequences_per_response
 
 
 def build_learner(
-    config: Config,
-    world: World,
-    policy: MegatronPolicy,
-    method: Method,
-    signals: Signals,
+    config: Config, world: World, policy: MegatronPolicy, method: Method, signals: Signals
 ) -> Learner:
     """The learner and what watches over it."""
     fp8 = config.precision.fp8
+    write = partial(write_bundle, config, world, policy)
     return Learner(
         policy=policy,
         method=method,
         signals=signals,
-        health=Health(
-            config.nonfinite, config.mismatch_limits, partial(write_bundle, config, world, policy)
+        health=Health(config.nonfinite, config.mismatch_limits, write),
+        plan=MinibatchPlan(
+            prompts_per_minibatch=config.batch.prompts_per_minibatch,
+            epochs_per_rollout=config.trainer.epochs_per_rollout,
+            seed=config.seed,
         ),
-        plan=build_minibatch_plan(config),
         placement=Placement(policy.batching, world),
         update_matches_score=fp8 is None or fp8.logprobs == "same",
-    )
-
-
-def build_minibatch_plan(config: Config) -> MinibatchPlan:
-    return MinibatchPlan(
-        prompts_per_minibatch=config.batch.prompts_per_minibatch,
-        epochs_per_rollout=config.trainer.epochs_per_rollout,
-        seed=config.seed,
     )
 
 
@@ -267,12 +251,6 @@ def build_engine(
     engine.sleep()
     policy.reload()
     return engine, weight_sync
-
-
-def build_colocation(config: Config, policy: MegatronPolicy, engine: VllmEngine) -> Colocation:
-    """Policy and sleeping engine on one device, which the policy has."""
-    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
-    return Colocation(policy, engine, config.memory.offload, ledger)
 
 
 def build_sync(
@@ -310,10 +288,10 @@ def build_sync(
     if world.is_main:
         plan = sync.plan
         across = plan.bytes_by_link["across_nodes"]
-        sizes = (plan.bytes_sent, across, plan.gather_bytes, plan.bytes_local)
+        sizes = (plan.bytes_sent, across, plan.bytes_local)
         logger.info(
             "weight sync: each sync sends %.1f MiB between processes, %.1f of them across nodes,"
-            " both the least possible (gathering: %.1f), and copies %.1f MiB inside them",
+            " both the least possible, and copies %.1f MiB inside them",
             *(size / 2**20 for size in sizes),
         )
     return sync

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory, megatron_format
-from megatron_rl.config.keys import within
+from megatron_rl.config.keys import flat, within
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import vision_of
@@ -34,7 +34,6 @@ from megatron_rl.run.run_record import (
     MODEL,
     NON_TRAINING,
     data_fingerprint,
-    flat,
     model_fingerprint,
 )
 from megatron_rl.run.saved_settings import is_run, read_config
@@ -46,7 +45,12 @@ from megatron_rl.trainer.build import build_learner, build_method, build_policy
 from megatron_rl.types import Prompt, first_uid
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.
-_OF_OTHERS = (*NON_TRAINING, "reward", "source.requests_per_server", "source.give_up_factor")
+_OF_OTHERS = (
+    *NON_TRAINING,
+    "reward",
+    "source.requests_per_server",
+    "source.request_timeout_factor",
+)
 
 
 @dataclass(frozen=True)
@@ -83,47 +87,29 @@ def find_route(run: Path, step: int, after: int | None = None) -> ReplayPlan:
             " source.schedule=free with source.record_gib > 0); in other runs"
             " nonfinite.bundle_step=N keeps a minibatch"
         )
-    if step not in there:
-        raise ValueError(f"--step {step}: the record of {run} has steps {_ranges(there)}")
-    starts = _weights(run)
+    starts: dict[int, Path | None] = {0: None}  # where the weights after a step are kept whole
+    for path in directory.steps(run / CHECKPOINTS):
+        if directory.problem(path) is None:
+            starts[directory.step_of(path) or 0] = path
     if after is not None and after not in starts:
         raise ValueError(
             f"--after {after}: {run} has no whole checkpoint of that step; it has"
-            f" {_ranges(sorted(starts))}, 0 being the model that the run began with"
+            f" {_listed(starts)}, 0 being the model that the run began with"
         )
-    wanted = [after] if after is not None else sorted(starts, reverse=True)
-    for start in wanted:
+    for start in sorted(starts, reverse=True) if after is None else [after]:
         if start < step and set(range(start + 1, step + 1)) <= set(there):
-            checkpoint = starts[start]
             recorded = read_step(run / FOLDER, step)
             values = {**recorded.values, "run_dir": str(run)}
-            return ReplayPlan(run, start, step, checkpoint, values, recorded.world_size)
+            return ReplayPlan(run, start, step, starts[start], values, recorded.world_size)
+    asked = "" if after is None else f", and --after {after} was asked for"
     raise ValueError(
-        f"--step {step}: the record of {run} has steps {_ranges(there)}, and all from a"
-        f" checkpoint on are needed; there are weights of steps {_ranges(sorted(starts))}"
-        f"{'' if after is None else f', and --after {after} was asked for'}"
+        f"--step {step}: the record of {run} has steps {_listed(there)}, and all from a"
+        f" checkpoint on are needed; there are weights of steps {_listed(starts)}{asked}"
     )
 
 
-def _weights(run: Path) -> dict[int, Path | None]:
-    """Where the weights after each step are, as far as they are kept whole."""
-    found: dict[int, Path | None] = {0: None}
-    for path in directory.steps(run / CHECKPOINTS):
-        if directory.problem(path) is None:
-            found[directory.step_of(path) or 0] = path
-    return found
-
-
-def _ranges(steps: list[int]) -> str:
-    """Example: [1, 2, 3, 7] is "1 to 3, 7"."""
-    parts: list[list[int]] = []
-    for step in steps:
-        if parts and step == parts[-1][-1] + 1:
-            parts[-1].append(step)
-        else:
-            parts.append([step])
-    names = [f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts]
-    return ", ".join(names)
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(steps)))
 
 
 @dataclass(frozen=True)
@@ -154,15 +140,19 @@ class ReplayedRun:
         self._route = route
         self._world = world
         self._config = config
-        world.from_main(lambda: _check_model(route))
+        # The model gives the architecture and the tokenizer, and the weights of step 0.
+        path = Path(route.values["model"]["path"])
+        model = world.from_main(lambda: model_fingerprint(path))
+        _check_start(route, MODEL, model, f"model.path = {path}")
         tokenizer = load_tokenizer(config.model.path)
         vision = vision_of(config.model.path, config.data)
         data = shared_data(config, world, tokenizer, vision)
-        _check_data(route, data_fingerprint(training_stream(data, config).state()))
+        prompts = data_fingerprint(training_stream(data, config).state())
+        _check_start(route, DATA, prompts, "data.train")
         method, signals = build_method(config, data)
         data = signals.prepare(data, SignalSetup(Path(config.model.path), route.run, vision, world))
         self._prompts = {prompt.uid: prompt for prompt in data.train_prompts}
-        self.policy = build_policy(config, method, signals, vision)
+        self.policy = build_policy(config, signals, vision)
         if route.checkpoint is not None:
             extra = self.policy.load(route.checkpoint)
             signals.restore(extra["signals"])
@@ -188,7 +178,10 @@ class ReplayedRun:
         found = rollout_metrics(scored) | self._learner.update(step, scored)
         metrics = {name: _as_written(value) for name, value in found.items()}
         row = self._rows.get(step)
-        different = None if row is None else _different(metrics, row)
+        different = None
+        if row is not None:
+            pairs = {name: (value, row.get(name)) for name, value in metrics.items()}
+            different = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         return Again(recorded, metrics, different, self._different_weights(step))
 
     def _check_settings(self, recorded: Recorded) -> None:
@@ -234,31 +227,16 @@ class ReplayedRun:
         return self._world.from_main(lambda: different)
 
 
-def _check_model(route: ReplayPlan) -> None:
-    """The model gives the architecture and the tokenizer, and the weights of step 0."""
-    path = Path(route.values["model"]["path"])
-    was = read_config(route.run).get(MODEL)
-    if was is not None and model_fingerprint(path) != was:
-        raise ValueError(f"model.path = {path}: is not the model that {route.run} began with")
-
-
-def _check_data(route: ReplayPlan, fingerprint: str) -> None:
-    was = read_config(route.run).get(DATA)
-    if was is not None and fingerprint != was:
-        raise ValueError(f"data.train: its prompts are not those that {route.run} was trained with")
+def _check_start(route: ReplayPlan, fact: str, now: str | None, where: str) -> None:
+    """Raises ValueError unless ``fact`` of the run's record is ``now``."""
+    was = read_config(route.run).get(fact)
+    if was is not None and now != was:
+        raise ValueError(f"{where}: is not what {route.run} was trained with")
 
 
 def _as_written(value: float) -> float | None:
     """As metrics.jsonl has it."""
     return json.loads(json.dumps(value)) if math.isfinite(value) else None
-
-
-def _different(
-    metrics: Mapping[str, float | None], row: Row
-) -> dict[str, tuple[float | None, float | None]]:
-    return {
-        name: (value, row.get(name)) for name, value in metrics.items() if value != row.get(name)
-    }
 
 
 def config_of(route: ReplayPlan, *, with_bundle: bool) -> Config:

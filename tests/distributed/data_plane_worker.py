@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.packing_plan import PlanRule, plan_microbatches
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.rollouts.rows.exchange import exchange_rows, token_rows
 from megatron_rl.rollouts.rows.ownership import Route, owning_ranks
@@ -56,12 +56,7 @@ def owned(world: World) -> TokenRows:
     # Any: a response is where there was room for it.
     source = np.random.default_rng(7).integers(0, world.size, NUM_ROWS)
     plan = plan_microbatches(
-        LENGTHS.tolist(),
-        range(NUM_ROWS),
-        data_parallel_size=world.size,
-        tokens_per_microbatch=8192,
-        multiple=1,
-        work=WorkModel(2000),
+        LENGTHS.tolist(), range(NUM_ROWS), PlanRule(world.size, 8192, 1, WorkModel(2000))
     )
     route = Route(LENGTHS, source, owning_ranks([plan], NUM_ROWS, ranks))
     sampled = np.flatnonzero(source == world.rank)

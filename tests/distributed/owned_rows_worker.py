@@ -94,7 +94,7 @@ def parts(
     world = world_of_all()
     limits = {"max_sequence_tokens": 250, "tokens_per_microbatch": budget}
     policy = tiny_policy(path, layout, **limits)
-    num_replicas = policy.data_parallel_size
+    num_replicas = policy.ranks.data
     engine = SeededEngine(dist.get_rank() * num_replicas // world.size, num_replicas, scale)
     sampler = LaunchSampler(engine, LengthIsReward(), text_of, world, Display(shown=False))
     method = load_method("grpo", OVERRIDES)

@@ -16,7 +16,7 @@ from megatron_rl.config.rules.layout_rules import stage_layers
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.models import Architecture
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import SequenceBatch, Shard
 from megatron_rl.weight_sync.planner.shards import expand
@@ -85,8 +85,7 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
         policy = zoo.configured_policy(run, todo.length)
         fill(policy)
         assert (
-            policy.data_parallel_size * parallel.tensor * parallel.context * parallel.pipeline
-            == case.ranks
+            policy.ranks.data * parallel.tensor * parallel.context * parallel.pipeline == case.ranks
         )
         stage = policy.ranks.pipeline_rank
         here = Place(
@@ -96,10 +95,10 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
         check_shards(case, rank, policy, folder)
         rows, microbatches = batch(todo), [[row] for row in range(todo.microbatches)]
         with Record(answers) as record:
-            policy.score_microbatches(rows, microbatches)
+            policy.score(LocalBatch(rows, microbatches))
         report(case, rank, "logprobs", step.logprobs(), record)
         with Record(answers) as record:
-            policy.update_microbatches(rows, microbatches, loss)
+            policy.update(LocalBatch(rows, microbatches), loss)
         report(case, rank, "update", step.update(), record)
         if not parallel.overlap_param_gather:
             with Record(answers) as record:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.policy.passes.logprobs import Head, response_logprobs, token_values
+from megatron_rl.policy.passes.logprobs import Head, token_values
 from megatron_rl.policy.passes.nucleus import nucleus_entropy
 from tests.ranks import on_ranks
 
@@ -49,13 +49,11 @@ def test_two_ranks_equal_one(
     targets = torch.randint(0, vocab_size, (NUM_TOKENS,), generator=draw)
     factors = torch.randn(2, NUM_TOKENS, generator=draw)
     factors = factors.to(torch.promote_types(dtype, torch.float32))
-    settings = {"temperature": 0.8, "vocab_size": vocab_size, "entropy": entropy}
 
     def scores_and_gradients(weight: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        logprobs, entropies = response_logprobs(
-            *inputs, targets, chunk_tokens=5, group=group, **settings
-        )
+        values = token_values(*inputs, targets, Head(0.8, vocab_size, 5, group, entropy))
+        logprobs, entropies = values.logprobs, values.columns.get("entropy")
         loss = (factors[0] * logprobs).sum()
         if entropy == "grad":
             loss = loss + (factors[1] * entropies).sum()
@@ -79,16 +77,8 @@ def test_no_tokens():
     weight = torch.ones(4, HIDDEN, requires_grad=True)
     hidden = torch.empty(0, HIDDEN, requires_grad=True)
     targets = torch.empty(0, dtype=torch.long)
-    logprobs, _ = response_logprobs(
-        hidden,
-        weight,
-        targets,
-        temperature=1.0,
-        vocab_size=8,
-        chunk_tokens=5,
-        group=dist.group.WORLD,
-    )
-    logprobs.sum().backward()
+    head = Head(1.0, 8, 5, dist.group.WORLD)
+    token_values(hidden, weight, targets, head).logprobs.sum().backward()
     assert torch.equal(weight.grad, torch.zeros(4, HIDDEN))
     assert hidden.grad.shape == (0, HIDDEN)
     dist.barrier()  # still in step

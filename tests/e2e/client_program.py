@@ -133,7 +133,7 @@ def main() -> None:
     world = launch.start()
     config = validate(Config, compose("config", sys.argv[3:]), "the configuration")
     data = shared_data(config, world, load_tokenizer(config.model.path), None)
-    policy = build_policy(config, *build_method(config, data))
+    policy = build_policy(config, build_method(config, data)[1])
     engine, _ = build_engine(config, world, policy)
     connect = partial(OneServer, policy, HttpServer(URL, secret=SECRET), world, OPTIONS)
     try:

@@ -37,7 +37,7 @@ def main() -> None:
     data = shared_data(config, world, tokenizer, None)
     reward = build_reward(config.reward, lambda prompt: prompt.text)
     method, signals = build_method(config, data)
-    policy = build_policy(config, method, signals)
+    policy = build_policy(config, signals)
     engine, _ = build_engine(config, world, policy)
     learner = build_learner(config, world, policy, method, signals)
     loader = training_stream(data, config)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -67,11 +67,7 @@ HOOKS = [
 ]
 FILTERED = "method.filters.dynamic_sampling.max_tries=8"
 IN_PARTS = "source.partial.groups_in_flight=14"
-ANNEALED = (
-    "rollout.anneal.start=1.6",
-    "rollout.anneal.decay_tokens=8.0",
-    "rollout.anneal.plain_tokens=1",
-)
+ANNEALED = [f"rollout.anneal.{key}" for key in ("start=1.6", "decay_tokens=8", "plain_tokens=1")]
 PAIRS = {
     "dynamic_sampling_partial": (IN_PARTS, FILTERED),
     "hooks_partial": (IN_PARTS, "rollout_hooks.dars.extra=2", "rollout_hooks.vcrl.kappa=0.2"),
@@ -132,9 +128,8 @@ def servers(folder) -> Iterator[list[Served]]:
             command += overrides(folder, home, *ON_SERVERS, *ANNEALED)  # no other test samples so
             log = folder / f"server{number}.log"
             with log.open("w") as output:
-                process = subprocess.Popen(
-                    command, stdout=output, stderr=output, cwd=REPO, env=environment
-                )
+                to_log = {"stdout": output, "stderr": output}
+                process = subprocess.Popen(command, **to_log, cwd=REPO, env=environment)
             started.append(Served(process, home, log))
         yield started
     finally:
@@ -158,7 +153,7 @@ def registering(servers: list[Served]) -> Iterator[Callable[[int, Path], Lease]]
         home.mkdir(parents=True, exist_ok=True)
         if not (home / SECRET).exists():
             shutil.copy(servers[number].folder / FOLDER / SECRET, home)
-        lease = Lease(home, registration.name, registration.url, 60.0)
+        lease = Lease(home, replace(registration, beat=0, lease_s=60.0))
         threads.append(threading.Thread(target=renew, args=(lease,)))
         threads[-1].start()
         return lease
@@ -292,8 +287,7 @@ def test_pairs_of_features_are_those_of_the_colocated_engine(folder, register, n
 @pytest.mark.parametrize(("hooks", "done"), HOOKS)
 def test_sampling_hooks_one_step_behind_are_the_same_whoever_serves(folder, register, hooks, done):
     """A prompt's temperature, and what is asked again, follow from verdicts of steps before."""
-    alone = folder / f"hooks_{len(hooks)}_alone"
-    register(0, alone)
+    register(0, alone := folder / f"hooks_{len(hooks)}_alone")
     steps = steps_of(alone, *hooks, "trainer.num_steps=8")
     assert all(sum(row[f"hook/{key}"] for row in steps) > 0 for key in done)
     of_some = [row["source/staleness_mean"] for row in rows(alone)]

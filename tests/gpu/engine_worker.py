@@ -16,9 +16,9 @@ import torch
 from policy_worker import BATCH, MICROBATCHES, build, loss, write_model
 
 from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines
-from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.backends.colocation import Colocation
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.types import Prompt, Sampling
@@ -46,15 +46,13 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
         "the policy's gradients belong to this one"
     )
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
-    memory = Colocation(policy, engine, EVERYTHING, ledger)
-    sync = ColocatedSync(GatherSync(policy, engine, verify=True), memory)
-    no_rollouts = None  # the engine is asked directly
-    source = ColocatedEngines(no_rollouts, policy, engine, sync, memory)
-    before = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
+    sync = GatherSync(policy, engine, verify=True)
+    source = Colocation(policy, engine, sync, EVERYTHING, ledger)
+    before = policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs
     source.publish(1)
     with source.generation():
         first = engine.generate(PROMPTS, Sampling(2, 16, seed=7))
-    memory.to_policy()
+    source.to_policy()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert engine.memory_bytes() == 0
     assert engine.weight_version == (1 if LEVEL == 1 else -1)
@@ -64,7 +62,7 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
         assert (
             engine.generate(PROMPTS, Sampling(2, 16, seed=7)) == first
         )  # the same weights, by whatever way they came back
-    memory.to_policy()
+    source.to_policy()
     values = ledger.end_step()
     assert (
         values["memory/sleep_engine_gib"]
@@ -73,8 +71,8 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
         < values["memory/wake_kv_cache_engine_gib"]
     )
     assert values["memory/wake_kv_cache_allocated_gib"] < values["memory/reload_allocated_gib"]
-    assert torch.equal(policy.score_microbatches(BATCH, MICROBATCHES).logprobs, before)
-    policy.update_microbatches(BATCH, MICROBATCHES, loss)
+    assert torch.equal(policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs, before)
+    policy.update(LocalBatch(BATCH, MICROBATCHES), loss)
     print(f"OK level {LEVEL}", flush=True)
 
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer import Adam
 
 from megatron_rl.config.rules.hardware import machine_problems
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
@@ -85,7 +85,7 @@ def formats(path: Path) -> None:
             if isinstance(policy, str):
                 print(f"REFUSED {name}: {policy}", flush=True)
                 break
-            scores = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
+            scores = policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs
             assert torch.isfinite(scores).all(), name
             expected = scores if expected is None else expected
             difference = (scores - expected).abs()
@@ -93,10 +93,10 @@ def formats(path: Path) -> None:
                 assert 1e-4 < difference.mean() < 0.1, f"{name}: {difference.mean()}"
             else:
                 assert difference.max() < 1e-2, f"{name} without FP8: {difference.max()}"
-            result = policy.update_microbatches(BATCH, MICROBATCHES, loss)
+            result = policy.update(LocalBatch(BATCH, MICROBATCHES), loss)
             assert not result.skipped and 0 < result.grad_norm < 1e3, f"{name}: {result}"
             assert not torch.equal(
-                policy.score_microbatches(BATCH, MICROBATCHES).logprobs, scores
+                policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs, scores
             ), f"{name}: the update changed nothing"
             policy.close()
             print(
@@ -115,7 +115,7 @@ def fused_adam() -> None:
 def memory(path: Path) -> None:
     policy = build(path, "precision=bf16")
     assert not isinstance(policy, str)
-    policy.update_microbatches(BATCH, MICROBATCHES, loss)
+    policy.update(LocalBatch(BATCH, MICROBATCHES), loss)
     before_weights = [item.tensor.detach().clone().cpu() for item in policy.held]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -131,7 +131,7 @@ def memory(path: Path) -> None:
         torch.equal(item.tensor.cpu(), want)
         for item, want in zip(policy.held, before_weights, strict=True)
     )
-    policy.update_microbatches(BATCH, MICROBATCHES, loss)
+    policy.update(LocalBatch(BATCH, MICROBATCHES), loss)
     policy.close()
     print("OK memory", flush=True)
 
@@ -141,18 +141,18 @@ def starting_weights(path: Path) -> None:
     changes."""
     policy = build(path, "precision=bf16", keep_reference=True)
     assert isinstance(policy, MegatronPolicy) and policy.reference is not None
-    start = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
+    start = policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs
     for _ in range(2):
-        policy.update_microbatches(BATCH, MICROBATCHES, loss)
-        trained = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
+        policy.update(LocalBatch(BATCH, MICROBATCHES), loss)
+        trained = policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs
         torch.cuda.reset_peak_memory_stats()
-        policy.score_microbatches(BATCH, MICROBATCHES)
+        policy.score(LocalBatch(BATCH, MICROBATCHES))
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        again = policy.score_microbatches(BATCH, MICROBATCHES, reference=True).logprobs
+        again = policy.score(LocalBatch(BATCH, MICROBATCHES), reference=True).logprobs
         assert torch.cuda.max_memory_allocated() <= peak + 2**20
         assert torch.equal(again, start) and not torch.equal(trained, start)
-        assert torch.equal(policy.score_microbatches(BATCH, MICROBATCHES).logprobs, trained)
+        assert torch.equal(policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs, trained)
     policy.close()
     print("OK reference", flush=True)
 

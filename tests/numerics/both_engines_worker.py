@@ -12,7 +12,7 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.weights import worker
 from megatron_rl.errors import WeightSyncError
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.rollouts.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.runtime import launch
 from megatron_rl.weight_sync.gather import GatherSync
@@ -69,7 +69,7 @@ def agree(arch: str, layout: dict) -> None:
         )  # the other rank wants all of it, or has it already
         assert report.bytes_sent == (held if layout.keys() & {"tensor", "pipeline"} else 0)
         expected = logprob_check.expected(version)
-        assert max(logprob_check.check(version, expected)) <= 1e-4
+        assert logprob_check.check(report, expected).logprob_check_diff_max <= 1e-4
         if before is not None:
             assert (expected - scores).abs().max() > 0.05, "the update changed them"
         scores = expected
@@ -88,14 +88,14 @@ def agree(arch: str, layout: dict) -> None:
             for one in group
         ]
         batch = sequence_batch(rows)
-        ranks, rank = policy.data_parallel_size, policy.data_parallel_rank
+        ranks, rank = policy.ranks.data, policy.ranks.data_rank
         split = [
             list(range(rank, len(rows), 2 * ranks)),
             list(range(rank + ranks, len(rows), 2 * ranks)),
         ]
-        scored = zoo.of_all_rows(policy.score_microbatches(batch, split)).logprobs
+        scored = zoo.of_all_rows(policy.score(LocalBatch(batch, split))).logprobs
         assert (scored.double() - small.logprobs(groups)).abs().max() <= 1e-4, "sampler and policy"
-        before = policy.update_microbatches(batch, split, odd_tokens_are_good(batch))
+        before = policy.update(LocalBatch(batch, split), odd_tokens_are_good(batch))
         assert before.grad_norm > 0 and not before.skipped
     if arch == "qwen2_tied":
         stale_head_is_noticed(sync, logprob_check)
@@ -107,18 +107,18 @@ def stale_head_is_noticed(sync: GatherSync, logprob_check: LogprobCheck) -> None
     the numbers tell, on every rank."""
     repack, worker.repack_cpu = worker.repack_cpu, lambda model: None
     try:
-        sync.sync(9)
+        stale = sync.sync(9)
     finally:
         worker.repack_cpu = repack
     try:
-        logprob_check.check(9, logprob_check.expected(9))
+        logprob_check.check(stale, logprob_check.expected(9))
     except WeightSyncError as error:
         assert "step 9" in str(error) and "nats" in str(error), error
         assert len(set(WORLD.all_gather(str(error)))) == 1
     else:
         raise AssertionError("a stale head passed")
-    sync.sync(10)
-    assert max(logprob_check.check(10, logprob_check.expected(10))) <= 1e-4
+    report = logprob_check.check(sync.sync(10), logprob_check.expected(10))
+    assert report.logprob_check_diff_max <= 1e-4
 
 
 def random_state_after_both() -> None:

@@ -13,7 +13,7 @@ from megatron_rl.checkpoints import safe_load
 
 def arrays(path: Path) -> dict[str, torch.Tensor]:
     """Every array of a checkpoint, whole, read by torch itself."""
-    index = safe_load.SafeReader(path).read_metadata().state_dict_metadata
+    index = safe_load.read_index(path).state_dict_metadata
     whole = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in index.items()

@@ -103,7 +103,7 @@ def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
                 device.put(tensor)
 
     def logprobs(split: list[list[int]]) -> TokenScores:
-        return policy.score_microbatches(batch, split, ENTROPY).map(torch.Tensor.cpu)
+        return policy.score(LocalBatch(batch, split), ENTROPY).map(torch.Tensor.cpu)
 
     def update(split: list[list[int]]) -> None:
         local = LocalBatch(batch, split)

@@ -8,7 +8,6 @@ host memory first.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,8 @@ def training_state(policy: Any, *, is_loading: bool = False) -> dict[str, Any]:
 
 
 def save(policy: Any, path: Path, extra: Mapping[str, Any]) -> None:
-    """Collective: a folder that ``policy.load`` reads, with a manifest from before there were
-    digests. Nothing is shared out: of what several ranks hold, the first writes all."""
+    """Collective: a folder that ``policy.load`` reads. Nothing is shared out: of what several ranks
+    hold, the first writes all."""
     from_first_rank(lambda: directory.begin(path))
     partial = path.with_name(path.name + directory.PARTIAL)
     with platform():
@@ -79,10 +78,6 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any]) -> None:
     def seal() -> None:
         torch.save(dict(extra), partial / EXTRA)
         directory.finish(path, describe(policy), known)
-        manifest = path / directory.MANIFEST
-        said = json.loads(manifest.read_text())
-        said["files"] = {name: entry["bytes"] for name, entry in said["files"].items()}
-        manifest.write_text(json.dumps(said))
 
     from_first_rank(seal)
 
@@ -137,7 +132,7 @@ def _reference_state(policy: Any) -> dict[str, Any]:
             name: shard
             for name, shard in module.sharded_state_dict(metadata=_metadata()).items()
             if isinstance(shard, ShardedTensor | ShardedTensorFactory)
-            and (chunk, name) not in policy.reference.untrained
+            and (chunk, name) in policy.reference.names
         }
         for name, shard in shards.items():
             shard.data = reference[chunk, name]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_rl.passes import TokenScores
+from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes.forward import Passes, ScoreBuffer
 from megatron_rl.runtime.device import platform
@@ -53,15 +53,13 @@ def reference(model: str, layers: int | None) -> dict[str, Any]:
 def splits(policy: MegatronPolicy) -> dict[str, list[list[int]]]:
     """Ways to cut this rank's rows into micro-batches; every rank has the same number, some are
     empty."""
-    rows = list(range(NUM_ROWS))[policy.data_parallel_rank :: policy.data_parallel_size]
-    multiple = policy.microbatch_multiple
+    rows = list(range(NUM_ROWS))[policy.ranks.data_rank :: policy.ranks.data]
+    multiple = policy.batching.rule.multiple
     whole = [rows] + [[]] * (multiple - 1)
-    most = math.ceil(NUM_ROWS / policy.data_parallel_size)
+    most = math.ceil(NUM_ROWS / policy.ranks.data)
     num_each = most + -most % multiple
     each = [[row] for row in rows] + [[]] * (num_each - len(rows))
-    uneven = (
-        [[], rows[:1], rows[1:], []] if policy.data_parallel_rank % 2 == 0 else [rows, [], [], []]
-    )
+    uneven = [[], rows[:1], rows[1:], []] if policy.ranks.data_rank % 2 == 0 else [rows, [], [], []]
     return {"whole": whole, "each": each, "uneven": uneven}
 
 
@@ -89,7 +87,9 @@ def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
     """Largest difference over all rows and positions that ranks of the last stage hold."""
     passes = Logits(policy.chunks, policy.ranks, policy.arch.vocab_size, 1.0)
     with platform():
-        rows = [[row] for row in range(NUM_ROWS)] + [[]] * (-NUM_ROWS % policy.microbatch_multiple)
+        rows = [[row] for row in range(NUM_ROWS)] + [[]] * (
+            -NUM_ROWS % policy.batching.rule.multiple
+        )
         collected = passes.run(policy.batching.packed(wanted["batch"], rows), None, backward=False)
     worst = 0.0
     for (positions, logits), want in zip(collected, wanted["logits"], strict=False):
@@ -111,10 +111,10 @@ def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     batch, ways = wanted["batch"], splits(policy)
     first = None
     for name, split in ways.items():
-        got = zoo.of_all_rows(policy.score_microbatches(batch, split, ENTROPY))
+        got = zoo.of_all_rows(policy.score(LocalBatch(batch, split), ENTROPY))
         figures[f"logprobs_{name}"] = float((got.logprobs - wanted["logprobs"]).abs().max())
         figures[f"entropy_{name}"] = float((got.columns["entropy"] - wanted["entropy"]).abs().max())
-        totals = policy.backward(batch, split, wanted["loss"], ENTROPY)
+        totals = policy.backward(LocalBatch(batch, split), wanted["loss"], ENTROPY)
         figures[f"loss_{name}"] = abs(totals.loss - wanted["value"]) / abs(wanted["value"])
         figures[f"metrics_{name}"] = totals.metrics
         if not case.sharded_gradients:
@@ -154,7 +154,7 @@ def after_update(
     """One optimizer step against torch's AdamW on the same gradients; the reference weights must
     not move. ``before``: the scores of a pass of their own over ``split``."""
     batch = wanted["batch"]
-    result = policy.update_microbatches(batch, split, wanted["loss"], ENTROPY, scores=ENTROPY)
+    result = policy.update(LocalBatch(batch, split), wanted["loss"], ENTROPY, scores=ENTROPY)
     weights = {
         key: torch.nn.Parameter(value.clone())
         for key, value in stored.items()
@@ -174,11 +174,11 @@ def after_update(
     moved = {key: got[key] - stored[key] for key in weights}
     expected = {key: weight.detach() - stored[key] for key, weight in weights.items()}
     norm = sum(float(g.square().sum()) for g in wanted["gradients"].values()) ** 0.5
-    kept = policy.score_microbatches(batch, split, reference=True)
+    kept = policy.score(LocalBatch(batch, split), reference=True)
     kept = zoo.of_all_rows(kept).logprobs
-    now = zoo.of_all_rows(policy.score_microbatches(batch, split, ENTROPY))
+    now = zoo.of_all_rows(policy.score(LocalBatch(batch, split), ENTROPY))
     buffer = ScoreBuffer(len(now.logprobs), ENTROPY, policy.ranks, policy.device)
-    policy.backward(batch, split, wanted["loss"], ENTROPY, buffer=buffer)
+    policy.backward(LocalBatch(batch, split), wanted["loss"], ENTROPY, buffer=buffer)
     again = zoo.of_all_rows(buffer.read())
     assert result.scores is not None
     own = zoo.of_all_rows(result.scores)

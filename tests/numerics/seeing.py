@@ -102,9 +102,9 @@ def seeing_policy(path: Path, layout: dict[str, Any], **more: Any) -> MegatronPo
 
 def rows_of(policy: MegatronPolicy) -> list[list[int]]:
     """Two micro-batches of this rank; the last one of every rank is without images."""
-    if policy.data_parallel_size == 1:
+    if policy.ranks.data == 1:
         return [[0, 1, 2, 3, 4], [5]]
-    return [[0, 1, 3, 4], []] if policy.data_parallel_rank == 0 else [[2], [5]]
+    return [[0, 1, 3, 4], []] if policy.ranks.data_rank == 0 else [[2], [5]]
 
 
 def seeing_batch() -> SequenceBatch:

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ModelConfig, OptimConfig, PrecisionConfig
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import SequenceBatch
 from tests import zoo
@@ -73,7 +73,7 @@ def batch(step: int) -> SequenceBatch:
 
 def shares(policy: MegatronPolicy, count: int) -> list[list[int]]:
     """The 8 rows of a batch, shared by the data-parallel ranks in ``count`` micro-batches each."""
-    rows = torch.arange(8).chunk(policy.data_parallel_size)[policy.data_parallel_rank]
+    rows = torch.arange(8).chunk(policy.ranks.data)[policy.ranks.data_rank]
     return [part.tolist() for part in rows.chunk(count)]
 
 
@@ -88,14 +88,14 @@ def update(policy: MegatronPolicy, step: int) -> float:
         value = -(view.logprobs * weights[view.index]).sum() / weights.numel()
         return LossOutput(value, {})
 
-    result = policy.update_microbatches(data, shares(policy, 4), loss)
+    result = policy.update(LocalBatch(data, shares(policy, 4)), loss)
     assert not result.skipped
     return result.grad_norm
 
 
 def trajectory(policy: MegatronPolicy, steps: range) -> dict[str, Any]:
     norms = [update(policy, step) for step in steps]
-    logprobs = zoo.of_all_rows(policy.score_microbatches(batch(9), shares(policy, 2))).logprobs
+    logprobs = zoo.of_all_rows(policy.score(LocalBatch(batch(9), shares(policy, 2)))).logprobs
     return {
         "norms": norms,
         "logprobs": logprobs,

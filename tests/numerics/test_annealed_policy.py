@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.annealing import Annealing
-from megatron_rl.passes import Output
+from megatron_rl.passes import LocalBatch, Output
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import SequenceBatch
 from tests import zoo
@@ -64,7 +64,7 @@ def plain_scores(model: torch.nn.Module, batch: SequenceBatch) -> tuple[Tensor, 
 
 
 def cuts(policy: MegatronPolicy) -> list[list[list[int]]]:
-    rows = list(range(ROWS))[policy.data_parallel_rank :: policy.data_parallel_size]
+    rows = list(range(ROWS))[policy.ranks.data_rank :: policy.ranks.data]
     return [[rows], [rows[:1], [], rows[1:3], rows[3:]]]
 
 
@@ -76,20 +76,20 @@ def scores_and_gradients(path: Path, layout: dict[str, Any], base: Tensor) -> di
     loss = ClippedLoss(batch, base)
     found: dict[str, Any] = {"cuts": []}
     for cut in cuts(policy):
-        totals = policy.backward(batch, cut, loss, ENTROPY)
+        totals = policy.backward(LocalBatch(batch, cut), loss, ENTROPY)
         gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
         found["cuts"].append((totals.loss, gradient))
     (rows, *_) = cuts(policy)
-    scores = policy.score_microbatches(batch, rows, [*ENTROPY, PROMPTS])
+    scores = policy.score(LocalBatch(batch, rows), [*ENTROPY, PROMPTS])
     found |= {"logprobs": scores.logprobs, "entropy": scores.columns["entropy"]}
     found["prompts"] = scores.columns["prompt_logprobs"]
-    reference = policy.score_microbatches(batch, rows, reference=True)
+    reference = policy.score(LocalBatch(batch, rows), reference=True)
     found["reference"] = reference.logprobs
     without = replace(batch, temperatures=None)
-    found["without"] = policy.score_microbatches(without, rows).logprobs
+    found["without"] = policy.score(LocalBatch(without, rows)).logprobs
     constant = replace(batch, temperatures=torch.full_like(batch.temperatures, TEMPERATURE))
-    found["constant"] = policy.score_microbatches(constant, rows).logprobs
-    at_1 = policy.score_microbatches(without, rows, [PROMPTS], temperature=1.0)
+    found["constant"] = policy.score(LocalBatch(constant, rows)).logprobs
+    at_1 = policy.score(LocalBatch(without, rows), [PROMPTS], temperature=1.0)
     found["prompts_at_1"] = at_1.columns["prompt_logprobs"]
     policy.close()
     return found

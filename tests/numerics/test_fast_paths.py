@@ -19,12 +19,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy import patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes.attention import zigzag
-from megatron_rl.policy.state.shards import parameter_shards
 from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import on_ranks
@@ -43,23 +42,26 @@ def simple_loss(view: TokenView) -> LossOutput:
 
 def cut(policy: MegatronPolicy, batch: SequenceBatch) -> list[list[int]]:
     """Micro-batches of very different lengths, one of them empty."""
-    rows = list(range(batch.num_responses))[policy.data_parallel_rank :: policy.data_parallel_size]
-    return [rows[:1], rows[1:], [], []][: max(2, 2 * policy.microbatch_multiple)]
+    rows = list(range(batch.num_responses))[policy.ranks.data_rank :: policy.ranks.data]
+    return [rows[:1], rows[1:], [], []][: max(2, 2 * policy.batching.rule.multiple)]
 
 
 def figures(
-    path: Path, layout: dict[str, Any], prepare: Callable[[MegatronPolicy], None] = lambda _: None
+    path: Path,
+    layout: dict[str, Any],
+    prepare: Callable[[MegatronPolicy], None] = lambda _: None,
+    **more: Any,
 ) -> Figures:
     """Logprobs, loss and gradient of a policy of that layout."""
-    policy = tiny_policy(path, layout)
+    policy = tiny_policy(path, layout, **more)
     prepare(policy)
     batch = make_batch()
-    logprobs = of_all_rows(policy.score_microbatches(batch, cut(policy, batch))).logprobs
-    totals = policy.backward(batch, cut(policy, batch), simple_loss)
+    logprobs = of_all_rows(policy.score(LocalBatch(batch, cut(policy, batch)))).logprobs
+    totals = policy.backward(LocalBatch(batch, cut(policy, batch)), simple_loss)
     gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
     shards = {
         (shard.name, shard.start, shard.shape, shard.offset, shard.stride)
-        for shard in parameter_shards(policy.held)
+        for shard in policy.weight_shards()
     }
     weights = dict(policy.gathered_weights())
     policy.close()
@@ -167,12 +169,11 @@ def test_the_fused_rotary_kernel_gets_what_it_needs(hf_models: Path):
     """The fused rotary kernel gets what it needs, context parallel too, and is refused with prompts
     that are shared."""
     kernel = mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", packed_rotary)
-    whole = mock.patch.object(MegatronPolicy, "prefix_sharing", False)
+    whole = {"share_prompts": False}
     for name, layout in (("llama", {}), ("llama", {"context": 2}), ("qwen3", SEQUENCE)):
-        with whole:
-            plain = figures(hf_models / name, layout)
-        with whole, kernel, fused(apply_rope_fusion=True):
-            close(figures(hf_models / name, layout), plain)
+        plain = figures(hf_models / name, layout, **whole)
+        with kernel, fused(apply_rope_fusion=True):
+            close(figures(hf_models / name, layout, **whole), plain)
     refused = pytest.raises(AssertionError, match="shared prompts need the rotary angles unfused")
     with kernel, fused(apply_rope_fusion=True), refused:
         figures(hf_models / "llama", {"tensor": 2})

@@ -178,7 +178,7 @@ def compare(
             what = f"{name}, {cut}"
             experience = wanted["experience"]
             rows = range(NUM_ROWS)
-            scores = policy.score_microbatches(batch, split, nucleus_of(signals))
+            scores = policy.score(LocalBatch(batch, split), nucleus_of(signals))
             scores = zoo.of_all_rows(scores)
             accuracy = group_accuracy(experience.correct, experience.group_ids)
             columns = {
@@ -192,7 +192,7 @@ def compare(
             placed = replace(experience, columns=columns)
             local = LocalBatch(batch, split, torch.arange(NUM_ROWS))
             loss = MinibatchLoss(method, signals, placed, rows, experience.scored_tokens, local)
-            totals = policy.backward(*loss.batch.work, loss, signals.update_outputs)
+            totals = policy.backward(loss.batch, loss, signals.update_outputs)
             wanted_loss = pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6)
             assert totals.loss == wanted_loss, what
             for key, value in totals.metrics.items():

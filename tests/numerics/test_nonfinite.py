@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rl.checkpoints import directory, part_reader
 from megatron_rl.checkpoints.safe_load import load_plain
 from megatron_rl.errors import NonFiniteError
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state
 from megatron_rl.types import SequenceBatch
@@ -76,8 +76,8 @@ def update(policy: MegatronPolicy, shape: Shape) -> Any:
         value = -(view.logprobs * torch.cos(view.index.float())).mean()
         return LossOutput(shape(value, view), {})
 
-    rows = list(range(batch.num_responses))[policy.data_parallel_rank :: policy.data_parallel_size]
-    return policy.update_microbatches(batch, [rows[:1], rows[1:]], loss)
+    rows = list(range(batch.num_responses))[policy.ranks.data_rank :: policy.ranks.data]
+    return policy.update(LocalBatch(batch, [rows[:1], rows[1:]]), loss)
 
 
 def check_skips(policy: MegatronPolicy, name: str) -> None:

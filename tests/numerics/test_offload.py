@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from tests import zoo
 from tests.numerics.policy_state import record
@@ -75,7 +76,7 @@ def away_and_back(policy: MegatronPolicy) -> None:
     assert not any(sizes(policy).values()), f"{sizes(policy)}"
     work: Any = (batch(9), shares(policy, 2))
     for call in (
-        lambda: policy.score_microbatches(*work),
+        lambda: policy.score(LocalBatch(*work)),
         lambda: update(policy, 1),
         lambda: next(policy.gathered_weights()),
         lambda: policy.export(Path("nowhere")),
@@ -99,7 +100,7 @@ def run(models: Path, case: Case, *, offloading: bool) -> dict[str, Any]:
         norms.append(update(policy, step))
         if offloading:
             away_and_back(policy)
-        scores = policy.score_microbatches(batch(9), shares(policy, 2))
+        scores = policy.score(LocalBatch(batch(9), shares(policy, 2)))
         logprobs.append(zoo.of_all_rows(scores).logprobs)
     found = {"norms": norms, "logprobs": logprobs, "state": record(policy)}
     policy.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.method import load_method
 from megatron_rl.loss import Method, ResponseBatch, TokenBatch
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_cases import AGGREGATIONS, METHOD_NAMES, TABLE
@@ -83,8 +83,8 @@ def variants() -> dict[str, Callable[[], Method]]:
 
 
 def cuts(policy: MegatronPolicy) -> dict[str, list[list[int]]]:
-    rows = list(range(ROWS))[policy.data_parallel_rank :: policy.data_parallel_size]
-    multiple = policy.microbatch_multiple
+    rows = list(range(ROWS))[policy.ranks.data_rank :: policy.ranks.data]
+    multiple = policy.batching.rule.multiple
     thirds = [rows[:1], rows[1:2], [], rows[2:]]
     return {
         "few": [rows] + [[]] * (multiple - 1),
@@ -106,7 +106,7 @@ def logprobs_of_one_rank(path: Path) -> Tensor:
     batch = make_batch(seed=8, rows=ROWS)
     return (
         tiny_policy(path, {}, keep_reference=False)
-        .score_microbatches(batch, [list(range(ROWS))])
+        .score(LocalBatch(batch, [list(range(ROWS))]))
         .logprobs
     )
 
@@ -123,7 +123,7 @@ def losses_and_gradients(
         for cut, split in cuts(policy).items():
             if (variant, cut) not in chosen:
                 continue
-            totals = policy.backward(batch, split, loss)
+            totals = policy.backward(LocalBatch(batch, split), loss)
             gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
             results[f"{variant}/{cut}"] = (totals.loss, gradient)
     policy.close()

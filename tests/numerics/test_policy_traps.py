@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy import megatron_policy, optimizer, patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import device as torch_cpu
@@ -34,7 +34,7 @@ def simple_loss(view: TokenView) -> LossOutput:
 
 
 def rows(policy: MegatronPolicy, batch: SequenceBatch) -> list[list[int]]:
-    mine = list(range(batch.num_responses))[policy.data_parallel_rank :: policy.data_parallel_size]
+    mine = list(range(batch.num_responses))[policy.ranks.data_rank :: policy.ranks.data]
     return [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
 
 
@@ -90,8 +90,8 @@ def whole_run(folder: Path, model: str, layout: dict[str, Any], **more: Any) -> 
     try:
         policy = tiny_policy(folder / model, layout, **more)
         batch = make_batch()
-        policy.score_microbatches(batch, rows(policy, batch), reference=True)
-        policy.update_microbatches(batch, rows(policy, batch), simple_loss)
+        policy.score(LocalBatch(batch, rows(policy, batch)), reference=True)
+        policy.update(LocalBatch(batch, rows(policy, batch)), simple_loss)
         assert len(torch.cuda._queued_calls) == queued, "calls wait for a CUDA that never comes"
     finally:
         megatron_policy.groups.destroy()
@@ -178,7 +178,7 @@ def test_interleaved_pipeline_of_two_stages_is_silently_wrong_by_default(hf_mode
     for label, batched in (("ours", False), ("default", True)):
         policy.config.batch_p2p_comm, policy.config.overlap_p2p_comm = batched, not batched
         rows = [[row] for row in range(batch.num_responses)]
-        gaps[label] = policy.backward(batch, rows, gap).metrics["gap_max"]
+        gaps[label] = policy.backward(LocalBatch(batch, rows), gap).metrics["gap_max"]
     assert gaps["ours"] <= 1e-5
     assert gaps["default"] > 0.1, "megatron's default is right now: the setting may go"
 
@@ -198,7 +198,7 @@ def test_per_token_loss_must_be_set_before_ddp_wraps(hf_models: Path):
         with mock.patch.object(megatron_policy, "transformer_config", make):
             policy = tiny_policy(hf_models / "qwen2", {})
         policy.config.calculate_per_token_loss = True
-        norms[label] = policy.update_microbatches(batch, rows(policy, batch), simple_loss).grad_norm
+        norms[label] = policy.update(LocalBatch(batch, rows(policy, batch)), simple_loss).grad_norm
         policy.close()
     assert norms["late"] == pytest.approx(norms["ours"] / 2, rel=1e-3), (
         "two data-parallel ranks would train with half the gradient"
@@ -210,15 +210,15 @@ def test_adam_steps_are_unshared(hf_models: Path):
     """After loading the state of a distributed optimizer all parameters share one count."""
     batch = make_batch()
     policy = tiny_policy(hf_models / "qwen2", dict(distributed_optimizer=True))
-    policy.update_microbatches(batch, rows(policy, batch), simple_loss)
+    policy.update(LocalBatch(batch, rows(policy, batch)), simple_loss)
     (part,) = optimizer.parts(policy.optimizer)
     state = part.optimizer.state
     shared = next(iter(state.values()))["step"]
     for entry in state.values():
         entry["step"] = shared  # what megatron's load leaves behind
-    assert optimizer.unshare_steps(policy.optimizer) == len(state) - 1 > 1
+    optimizer.unshare_steps(policy.optimizer)
     for _ in range(2):
-        policy.update_microbatches(batch, rows(policy, batch), simple_loss)
+        policy.update(LocalBatch(batch, rows(policy, batch)), simple_loss)
     steps = {float(entry["step"]) for entry in state.values()}
     assert steps == {3.0}, "one step before and two after"
 
@@ -230,12 +230,12 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(hf_models: Path
     before = {name: value.clone() for name, value in policy.gathered_weights()}
 
     def broken(view: TokenView) -> LossOutput:
-        scale = float("nan") if policy.data_parallel_rank == 1 else 1.0
+        scale = float("nan") if policy.ranks.data_rank == 1 else 1.0
         return LossOutput(view.logprobs.sum() * scale, {})
 
-    assert policy.update_microbatches(batch, rows(policy, batch), broken).skipped
+    assert policy.update(LocalBatch(batch, rows(policy, batch)), broken).skipped
     assert all(torch.equal(before[name], value) for name, value in policy.gathered_weights())
-    again = policy.update_microbatches(batch, rows(policy, batch), simple_loss)
+    again = policy.update(LocalBatch(batch, rows(policy, batch)), simple_loss)
     assert not again.skipped
     norms = [0.0, 0.0]
     dist.all_gather_object(norms, again.grad_norm)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.config.method import load_method
 from megatron_rl.loss import ResponseBatch
-from megatron_rl.passes import Output
+from megatron_rl.passes import LocalBatch, Output
 from megatron_rl.signals import signals_of
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, parts
@@ -63,12 +63,12 @@ def compare(path: Path, layout: dict[str, Any]) -> None:
         policy = zoo.tiny_policy(path, layout, share_prompts=share)
         for cut, split in splits(policy).items():
             what = f"{cut}, shared {share}"
-            found = zoo.of_all_rows(policy.score_microbatches(batch, split, PROMPTS))
+            found = zoo.of_all_rows(policy.score(LocalBatch(batch, split), PROMPTS))
             error = (found.columns["prompt_logprobs"][predicted] - wanted).abs().max()
             assert error < 1e-5, f"{what}: prompts off by {error}"
             error = (found.logprobs - responses).abs().max()
             assert error < 1e-5, f"{what}: responses off by {error}"
-        assert not policy.score_microbatches(batch, split).columns
+        assert not policy.score(LocalBatch(batch, split)).columns
         policy.close()
 
 

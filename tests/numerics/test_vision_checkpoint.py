@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from megatron_rl.passes import LocalBatch
 from tests.numerics.policy_reference import ENTROPY, relative_error
 from tests.numerics.seeing import (
     hf_logits,
@@ -44,11 +45,11 @@ def test_a_checkpoint_goes_on_in_another_layout(
     wanted = seeing_reference(name, None)
     batch = wanted["batch"]
     one = seeing_policy(seeing_models / name, written, freeze_vision=frozen)
-    one.update_microbatches(batch, rows_of(one), wanted["loss"], ENTROPY)
+    one.update(LocalBatch(batch, rows_of(one)), wanted["loss"], ENTROPY)
     one.save(tmp_path / "checkpoint", {"step": 1})
     saved = {key: value.clone() for key, value in one.gathered_weights()}
     reference = one.score_alone(batch, reference=True).logprobs
-    one.update_microbatches(batch, rows_of(one), wanted["loss"], ENTROPY)
+    one.update(LocalBatch(batch, rows_of(one)), wanted["loss"], ENTROPY)
     next_weights = {key: value.clone() for key, value in one.gathered_weights()}
     one.close()
     two = seeing_policy(seeing_models / name, read, freeze_vision=frozen)
@@ -56,7 +57,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
     loaded = dict(two.gathered_weights())
     assert all(torch.equal(loaded[key], saved[key]) for key in saved)
     assert (two.score_alone(batch, reference=True).logprobs - reference).abs().max() <= 5e-6
-    two.update_microbatches(batch, rows_of(two), wanted["loss"], ENTROPY)
+    two.update(LocalBatch(batch, rows_of(two)), wanted["loss"], ENTROPY)
     moved = {key: value - saved[key] for key, value in two.gathered_weights()}
     assert relative_error(moved, {key: next_weights[key] - saved[key] for key in saved}) <= 1e-5
 
@@ -78,7 +79,7 @@ def test_an_export_opens_in_transformers(seeing_models: Path, tmp_path: Path) ->
     wanted = seeing_reference(VL, None)
     batch = wanted["batch"]
     policy = seeing_policy(seeing_models / VL, SEQUENCE)
-    policy.update_microbatches(batch, rows_of(policy), wanted["loss"], ENTROPY)
+    policy.update(LocalBatch(batch, rows_of(policy)), wanted["loss"], ENTROPY)
     logprobs = policy.score_alone(batch, temperature=1.0).logprobs
     exported = [tmp_path / "export"]
     dist.broadcast_object_list(exported, src=0)

@@ -133,7 +133,7 @@ def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any
             local = LocalBatch(batch, split, torch.arange(NUM_ROWS))
             tokens = experience.scored_tokens
             loss = MinibatchLoss(method, signals, experience, range(NUM_ROWS), tokens, local)
-            totals = policy.backward(*loss.batch.work, loss, signals.update_outputs)
+            totals = policy.backward(loss.batch, loss, signals.update_outputs)
             assert totals.loss == pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6), what
             for key, value in totals.metrics.items():
                 assert value == pytest.approx(wanted["metrics"][key], rel=5e-6, abs=1e-6), (

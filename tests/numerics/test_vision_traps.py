@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from torch import Tensor
 
+from megatron_rl.passes import LocalBatch
 from megatron_rl.policy import model, optimizer
 from megatron_rl.policy.batches import microbatches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -108,7 +109,7 @@ def test_the_tower_has_the_whole_gradient_once(
     if kind != "averaged":
         marked(kind)(policy)
     with mock.patch.object(model, "embed", embed):
-        policy.backward(wanted["batch"], [list(range(6))], wanted["loss"], ENTROPY)
+        policy.backward(LocalBatch(wanted["batch"], [list(range(6))]), wanted["loss"], ENTROPY)
     assert (on_both_ranks_alike(policy) > 1e-3) == apart
     if times is not None:
         found = tower_gradients(policy)
@@ -124,18 +125,17 @@ def test_positions_are_those_of_transformers() -> None:
         prompt = batch.token_ids[start : start + int(batch.prompt_lengths[row])]
         length = int(batch.lengths[row]) + 3
         grids = [PROCESSOR.grid(each) for each in images]
-        in_tokens = [(time, rows // 2, columns // 2) for time, rows, columns in grids]
-        got = vision.rope_positions(prompt == zoo.IMAGE_TOKEN, length, in_tokens)
+        got = vision.rope_positions(prompt == zoo.IMAGE_TOKEN, length, grids, 2)
         assert torch.equal(got, hf_positions(hf, prompt.tolist(), length, images)[:, 0]), row
     example = torch.tensor([False, True, True, False])
-    assert vision.rope_positions(example, 4, [(1, 1, 2)]).tolist() == [
+    assert vision.rope_positions(example, 4, [(1, 2, 4)], 2).tolist() == [
         [0, 1, 1, 3],
         [0, 1, 1, 3],
         [0, 1, 2, 3],
     ]
 
 
-def plain_positions(is_image: Tensor, length: int, grids: Any) -> Tensor:
+def plain_positions(is_image: Tensor, length: int, grids: Any, merge: int) -> Tensor:
     return torch.arange(length).expand(3, -1)
 
 
@@ -181,7 +181,7 @@ def test_the_first_stage_alone_has_a_tower_and_asks_for_pixels(seeing_models: Pa
     is_first = dist.get_rank() == 0
     assert hasattr(policy.modules[0], "visual") == is_first
     batch = seeing_batch()
-    policy.score_microbatches(batch, [[0, 1, 2], [3, 4, 5]])
+    policy.score(LocalBatch(batch, [[0, 1, 2], [3, 4, 5]]))
     assert len(processor.asked) == (4 if is_first else 0), "an image of two rows is encoded once"
 
 
@@ -218,7 +218,7 @@ def test_images_that_are_not_those_of_the_prompt_are_refused(
     other = replace(seeing_batch(), images=OTHER_IMAGES[given])
     policy = seeing_policy(seeing_models / VL, {})
     with pytest.raises(ValueError, match=words):
-        policy.score_microbatches(other, [[0, 1, 2], [3, 4, 5]])
+        policy.score(LocalBatch(other, [[0, 1, 2], [3, 4, 5]]))
 
 
 @on_ranks(1)
@@ -237,8 +237,8 @@ def two_updates(path: Path, remedy: bool) -> float:
         vision, "_black_image", vision._black_image if remedy else lambda tower: nothing
     ):
         for _ in range(2):
-            result = policy.update_microbatches(
-                wanted["batch"], rows_of(policy), wanted["loss"], ENTROPY
+            result = policy.update(
+                LocalBatch(wanted["batch"], rows_of(policy)), wanted["loss"], ENTROPY
             )
     return result.grad_norm
 
@@ -264,13 +264,13 @@ def test_a_frozen_tower_is_in_neither_optimizer_nor_norm(
     assert float((before - wanted["logprobs"]).abs().max()) <= 5e-6
     language = {name: value for name, value in wanted["gradients"].items() if not is_visual(name)}
     if not policy.parallel.distributed_optimizer:
-        policy.backward(batch, rows_of(policy), wanted["loss"], ENTROPY)
+        policy.backward(LocalBatch(batch, rows_of(policy)), wanted["loss"], ENTROPY)
         found = dict(policy.gathered_gradients())
         assert all(not found[name].any() for name in found if is_visual(name))
         learned = {name: found[name] for name in language}
         assert relative_error(learned, language) <= 2e-6
         assert_no_tower(policy)
-    result = policy.update_microbatches(batch, rows_of(policy), wanted["loss"], ENTROPY)
+    result = policy.update(LocalBatch(batch, rows_of(policy)), wanted["loss"], ENTROPY)
     norm = sum(float(value.square().sum()) for value in language.values()) ** 0.5
     assert result.grad_norm == pytest.approx(norm, rel=2e-6)
     after = dict(policy.gathered_weights())

@@ -111,7 +111,7 @@ def agree(path: Path, engine: VllmEngine, method: str, layout: dict) -> None:
         }
         responses = torch.cat([torch.tensor(list(response)) for _, response in rows])
         plan = policy.batching.plan(batch, range(len(rows)))
-        share = LocalBatch(batch, plan[policy.data_parallel_rank])
+        share = LocalBatch(batch, plan[policy.ranks.data_rank])
         policy.update(share, odd_tokens_are_good(responses))
     policy.close()
 

@@ -159,7 +159,7 @@ def microbatch(policy: MegatronPolicy) -> Microbatch:
     prompts, responses = torch.tensor(PROMPTS), torch.tensor(RESPONSES)
     total = int((prompts + responses).sum())
     batch = SequenceBatch(torch.zeros(total, dtype=torch.long), prompts, responses)
-    packer = Packer(policy.batching.multiples, 0, 1, torch.device("cpu"))
+    packer = Packer(policy.batching.packer.multiples, 0, 1, torch.device("cpu"))
     packed = packer.pack(batch, [0, 1])
     assert packed.packing.groups
     return packed

@@ -19,7 +19,7 @@ import torch
 from gpu_model import SHAPE_8B, add_options, leave_row, row_of_process, seconds, show
 from torch import Tensor
 
-from megatron_rl.policy.passes.logprobs import response_logprobs
+from megatron_rl.policy.passes.logprobs import Head, token_values
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device, platform
 
@@ -37,8 +37,7 @@ def megatron(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    settings = dict(temperature=1.0, vocab_size=weight.shape[0], chunk_tokens=chunk, group=None)
-    return response_logprobs(hidden, weight, targets, **settings)[0]
+    return token_values(hidden, weight, targets, Head(1.0, weight.shape[0], chunk, None)).logprobs
 
 
 FUNCTIONS = {"full": full, "megatron": megatron, "chunked": chunked}

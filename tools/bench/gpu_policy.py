@@ -32,6 +32,7 @@ from gpu_model import (
 )
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.passes import LocalBatch
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
 
@@ -117,11 +118,11 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     policy = build_policy(config, options.length)
     batch = random_batch(options.sequences, options.length, options.vocab)
     microbatches = [[row, row + 1] for row in range(0, options.sequences - 1, 2)]
-    scores = policy.score_microbatches(batch, microbatches).logprobs.cpu()
+    scores = policy.score(LocalBatch(batch, microbatches)).logprobs.cpu()
     torch.save(scores, options.folder / f"logprobs_{options.one}.pt")
-    forward = seconds(lambda: policy.score_microbatches(batch, microbatches), options.repeat)
+    forward = seconds(lambda: policy.score(LocalBatch(batch, microbatches)), options.repeat)
     update = seconds(
-        lambda: policy.update_microbatches(batch, microbatches, policy_gradient), options.repeat, 2
+        lambda: policy.update(LocalBatch(batch, microbatches), policy_gradient), options.repeat, 2
     )
     rate, product = update_flops(options) / update / 1e12, product_tflops()
     row |= {
@@ -142,7 +143,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         }
     if options.profile:
         kernels = top_kernels(
-            lambda: policy.update_microbatches(batch, microbatches, policy_gradient)
+            lambda: policy.update(LocalBatch(batch, microbatches), policy_gradient)
         )
         row["kernels"] = [{"kernels of": options.one, **kernel} for kernel in kernels]
     return row

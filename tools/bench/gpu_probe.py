@@ -28,9 +28,10 @@ from gpu_model import (
 )
 from torch import Tensor
 
+from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.passes.logprobs import response_logprobs
+from megatron_rl.policy.passes.logprobs import Head, token_values
 from megatron_rl.policy.state.offload import Offload
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device, platform
@@ -90,8 +91,7 @@ def head_gradient(_: argparse.Namespace) -> str:
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight)]
-        settings = dict(temperature=0.7, vocab_size=500, chunk_tokens=128, group=None)
-        logprobs, _none = response_logprobs(*leaves, targets, **settings)
+        logprobs = token_values(*leaves, targets, Head(0.7, 500, 128, None)).logprobs
         (
             logprobs * torch.linspace(-1, 1, 300, device=device(), dtype=logprobs.dtype)
         ).sum().backward()
@@ -106,7 +106,7 @@ def emptied_storage(options: argparse.Namespace) -> str:
     """Weights, gradients and optimizer states leave the device and come back under the views that
     megatron keeps of them."""
     policy = tiny_policy(options, 2)
-    policy.update_microbatches(*work(), policy_gradient)
+    policy.update(LocalBatch(*work()), policy_gradient)
     before = [item.tensor.detach().clone() for item in policy.held]
     there = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     policy.offload(("optimizer", "gradients", "weights"))
@@ -115,7 +115,7 @@ def emptied_storage(options: argparse.Namespace) -> str:
     assert all(
         torch.equal(item.tensor, want) for item, want in zip(policy.held, before, strict=True)
     ), "weights changed"
-    policy.update_microbatches(*work(), policy_gradient)
+    policy.update(LocalBatch(*work()), policy_gradient)
     assert not all(
         torch.equal(item.tensor, old) for item, old in zip(policy.held, before, strict=True)
     ), "the update is lost"
@@ -273,9 +273,9 @@ def waiting_host(options: argparse.Namespace) -> str:
     counts = {}
     for layers in (2, 4):
         policy = tiny_policy(options, layers)
-        policy.update_microbatches(*work(), policy_gradient)  # the first one sets things up
+        policy.update(LocalBatch(*work()), policy_gradient)  # the first one sets things up
         with host_waits() as found:
-            policy.update_microbatches(*work(), policy_gradient)
+            policy.update(LocalBatch(*work()), policy_gradient)
         counts[layers] = found
         policy.close()
     totals = {layers: sum(found.values()) for layers, found in counts.items()}

@@ -27,6 +27,7 @@ from gpu_model import (
     write_model,
 )
 
+from megatron_rl.passes import LocalBatch
 from megatron_rl.runtime import launch
 
 
@@ -46,8 +47,8 @@ def main() -> None:
     batch = random_batch(options.sequences, options.length, options.vocab)
     microbatches = [[row, row + 1] for row in range(0, options.sequences - 1, 2)]
     actions = {
-        "logprobs": lambda: policy.score_microbatches(batch, microbatches),
-        "update": lambda: policy.update_microbatches(batch, microbatches, policy_gradient),
+        "logprobs": lambda: policy.score(LocalBatch(batch, microbatches)),
+        "update": lambda: policy.update(LocalBatch(batch, microbatches), policy_gradient),
     }
     totals, places = [], []
     for name, action in actions.items():

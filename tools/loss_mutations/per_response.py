@@ -77,22 +77,28 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return visits + 1,", "return visits,"),
     ],
     ("filters", "groups"): [
-        ("(right > 0) & (right < groups.count)", "(right > 0)"),
-        ("(right > 0) & (right < groups.count)", "(right < groups.count)"),
         ("groups.sum(correct) < groups.count)", "groups.sum(correct) == groups.count)"),
         ("groups.sum(correct) < groups.count)", "groups.sum(correct) > 0)"),
+        ("groups.sum(correct) < groups.count)", "groups.sum(correct) <= groups.count)"),
+    ],
+    ("method", "wants_group"): [
+        ("0 < sum(correct) < len(correct)", "0 < sum(correct)"),
+        ("0 < sum(correct) < len(correct)", "sum(correct) < len(correct)"),
+        ("0 < sum(correct) < len(correct)", "0 <= sum(correct) < len(correct)"),
+        ("len(correct) >= self.config.min_group", "len(correct) > 0"),
+        ("filters.dynamic_sampling is None", "filters.dynamic_sampling is not None"),
     ],
     ("filters", "overlong_penalty"): [
-        ("start = max_tokens - buffer_tokens", "start = max_tokens"),
+        ("start = limit - buffer_tokens", "start = limit"),
         ("/ buffer_tokens).clamp(-1, 0)", "/ buffer_tokens).clamp(max=0)"),
-        ("/ buffer_tokens).clamp(-1, 0)", "/ max_tokens).clamp(-1, 0)"),
+        ("/ buffer_tokens).clamp(-1, 0)", "/ limit).clamp(-1, 0)"),
     ],
     ("filters", "repetition"): [
         ("token_ids[last] == token_ids[last - block]", "token_ids[last] == token_ids[last - 1]"),
         (".all(dim=1)", ".any(dim=1)"),
         ("response_tokens >= 2 * block", "response_tokens > 2 * block"),
-        ("return -penalty * repeated", "return penalty * repeated"),
-        ("response_tokens, truncated, min_block", "response_tokens, ~truncated, min_block"),
+        ("return -self.penalty * repeated", "return self.penalty * repeated"),
+        ("response_tokens, truncated, **blocks", "response_tokens, ~truncated, **blocks"),
     ],
     ("shaping", "confidence_gap"): [
         ("prompt_confidence - response_confidence", "response_confidence - prompt_confidence"),
@@ -110,12 +116,12 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("logprobs.argsort(stable=True)", "logprobs.argsort(stable=True, descending=True)"),
     ],
     ("filters", "curiosity_bonus"): [
-        ("rewards.abs() / kappa", "rewards / kappa"),
-        ("rewards.abs() / kappa", "rewards.abs()"),
-        ("-alpha * mean_logprobs", "alpha * mean_logprobs"),
+        ("rewards.abs() / self.kappa", "rewards / self.kappa"),
+        ("rewards.abs() / self.kappa", "rewards.abs()"),
+        ("-self.alpha * mean_logprobs", "self.alpha * mean_logprobs"),
         ("torch.minimum(rewards.abs()", "torch.maximum(rewards.abs()"),
-        ("start + (end - start) * progress", "end + (start - end) * progress"),
-        ("start + (end - start) * progress", "start * progress"),
+        ("self.start + (self.end", "self.end + (self.end"),
+        ("self.start + (self.end - self.start) * progress", "self.start * progress"),
     ],
     ("credit", "curiosity"): [
         ("rewards=evidence.rewards + bonus", "rewards=evidence.rewards - bonus"),
@@ -127,7 +133,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("rewards.mean().clamp(0, 1)", "rewards.mean()"),
         ("rewards.mean().clamp(0, 1)", "shaped.mean().clamp(0, 1)"),
         ("shaped = rewards - coefficient", "shaped = rewards + coefficient"),
-        ("coefficient * kl_weights * batch", "coefficient * batch"),
+        ("coefficient * kl_weights * evidence", "coefficient * evidence"),
     ],
     ("credit", "metrics"): [
         (

@@ -58,8 +58,8 @@ class Run:
     def rollout(self, lengths: np.ndarray, page: Page, share: float) -> Steady:
         """Beside the update and the sync of ``page``, by engines that reach ``share``."""
         cluster = replace(self.cluster, memory_gb_s=self.cluster.memory_gb_s * share)
-        cache = engine_memory(self.arch, self.config.rollout, cluster.gpu_gib).kv_cache
-        engines = engines_of(self.config, self.arch, cluster, lengths, cache)
+        engine = engine_memory(self.arch, self.config.rollout, cluster.gpu_gib)
+        engines = engines_of(self.config, self.arch, cluster, lengths, engine)
         return rollout_of(self.config, lengths, engines, page)
 
 

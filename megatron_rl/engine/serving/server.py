@@ -22,11 +22,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 import torch
 
 from megatron_rl.config.schema import Config, RolloutConfig
-from megatron_rl.engine.arguments import engine_arguments
+from megatron_rl.engine.arguments import engine_arguments, served_settings
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.requirements import require_vllm
-from megatron_rl.runtime.guard.parent import die_with_parent
-from megatron_rl.runtime.registry import FOLDER, Lease, run_secret
+from megatron_rl.runtime.guard.parent import FOR_CHILDREN, die_with_parent
+from megatron_rl.runtime.registry import FOLDER, Lease, Registration, run_secret
 
 _ENDS_WITHIN_S = 10.0
 _HEALTH_S = 5.0
@@ -94,6 +94,7 @@ def start_server(
         "VLLM_API_KEY": secret,
         "VLLM_SERVER_DEV_MODE": "1",  # the commands to pause and to take weights
         "VLLM_NO_USAGE_STATS": "1",
+        FOR_CHILDREN: "1",  # its engines, which would outlive a server that is killed
     }
     if not torch.cuda.is_available():
         # Else every worker needs a NUMA node of its own, and small functions are compiled.
@@ -120,7 +121,10 @@ def end_server(process: subprocess.Popen[bytes]) -> None:
 def free_port(host: str) -> int:
     """A port that is not in use at the moment."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ValueError(f"--host {host}: no address of this machine ({error})") from error
         return int(probe.getsockname()[1])
 
 
@@ -169,7 +173,8 @@ def serve(
             _refuse_ended(process, "did not start")
             time.sleep(1.0)
         name = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
-        lease = Lease(folder, name, url, address.lease_s)
+        settings = served_settings(config.rollout)
+        lease = Lease(folder, Registration(name, url, 0, address.lease_s, settings))
         logger.info("server %s: %s waits for a trainer in %s", name, url, run_dir)
         while lease.is_held:
             time.sleep(address.lease_s / _BEATS_A_LEASE)

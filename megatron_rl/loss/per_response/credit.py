@@ -2,68 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.loss.batch import Credit, Knobs, Reading, Readings, ResponseBatch
+from megatron_rl.loss.batch import Credit, Reading, ResponseBatch
 from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS
-from megatron_rl.loss.per_response import filters
+from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_response.advantages import ONE, zscore
 from megatron_rl.loss.per_response.evidence import Evidence
+from megatron_rl.loss.per_response.filters import Curiosity, not_all_correct
 from megatron_rl.loss.segments import Segments, lifted, segments_of, where_correct
 
 
-@dataclass(frozen=True)
-class CreditPlan:
-    """A method's choices for a rollout step: names and knobs."""
-
-    estimator: str
-    estimator_knobs: Knobs
-    shaping: tuple[tuple[str, Knobs], ...]
-    kl_weights: tuple[str, Knobs]
-    kl_in_reward: bool
-    kl_coef: tuple[float, float]  # (correct, incorrect)
-    drop_all_correct: bool
-    eps: float
-    ddof: int
-    curiosity: Knobs | None = None
-
-
-def reads_of(plan: CreditPlan) -> Readings:
-    """The columns of ResponseBatch that a plan reads, each with who reads it."""
-    found: Readings = {}
-
-    def add(columns: Iterable[str], reading: Reading) -> None:
-        for name in columns:
-            found.setdefault(name, []).append(reading)
-
-    name = plan.estimator
-    chosen = ESTIMATORS[name]
-    add(chosen.reads, Reading(f"estimator {name}", plan.estimator_knobs))
-    if chosen.needs.reads_by_knob is not None:
-        for column, knob in chosen.needs.reads_by_knob(**plan.estimator_knobs).items():
-            remedy = f"give it, or set estimator.{knob}=0"
-            reader = f"estimator {name} with {knob} > 0"
-            add([column], Reading(reader, plan.estimator_knobs, remedy))
-    for shaper, knobs in plan.shaping:
-        add(SHAPERS[shaper].reads, Reading(f"shaper {shaper}", knobs))
-    weigh, knobs = plan.kl_weights
-    add(KL_WEIGHTS[weigh].reads, Reading(f"KL weight {weigh}", knobs))
-    if plan.kl_in_reward and any(plan.kl_coef):
-        remedy = "give it, or set kl.placement=loss"
-        add(["kl"], Reading("kl.placement = reward", {}, remedy))
-    if plan.curiosity is not None:
-        remedy = "give it, or set reward_shaping.curiosity=null"
-        curious = Reading("reward_shaping.curiosity", plan.curiosity, remedy)
-        add(["mean_logprobs", "progress"], curious)
-    return found
+def response_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:
+    """The columns of ResponseBatch that a method reads, each with who reads it."""
+    chosen = config.estimator
+    yield from ESTIMATORS.readings(chosen)
+    by_knob = ESTIMATORS[chosen.name].needs.reads_by_knob
+    if by_knob is not None:
+        for column, knob in by_knob(**chosen.knobs).items():
+            yield column, Reading(f"estimator {chosen.name} with {knob} > 0", chosen.knobs)
+    for shaper in config.shaping.values():
+        yield from SHAPERS.readings(shaper)
+    yield from KL_WEIGHTS.readings(config.kl.weights)
+    if config.kl.in_reward:
+        yield "kl", Reading("kl.placement = reward", {})
+    if config.reward_shaping.curiosity is not None:
+        for column in Curiosity.reads:
+            yield column, Reading("reward_shaping.curiosity", {})
 
 
-def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
+def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
     """Advantages, KL weights and the rows that take part.
 
     Raises:
@@ -71,7 +44,7 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
     """
     rewards = lifted(batch.rewards)
     groups = segments_of(batch.group_ids)
-    check(batch, rewards, groups, plan)
+    check(rewards, groups, config)
     evidence = Evidence(
         batch=batch,
         rewards=rewards,
@@ -79,41 +52,39 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
         groups=groups,
         accuracy=groups.mean(batch.correct.to(rewards.dtype)),
         omega=rewards.mean().clamp(0, 1),
-        eps=plan.eps,
-        ddof=plan.ddof,
+        eps=config.eps,
+        ddof=config.std_ddof,
     )
-    weigh, knobs = plan.kl_weights
-    kl_weights = KL_WEIGHTS[weigh](evidence, knobs)
-    if plan.kl_in_reward and any(plan.kl_coef):
+    kl_weights = KL_WEIGHTS.value(config.kl.weights, evidence)
+    if config.kl.in_reward:
         # Only what estimators see: accuracy, omega and successes stay those of the plain rewards.
-        coefficient = where_correct(batch.correct, *plan.kl_coef, rewards.dtype)
-        shaped = rewards - coefficient * kl_weights * batch.columns["kl"].to(rewards.dtype)
+        coefficient = where_correct(batch.correct, *config.kl.by_sign, rewards.dtype)
+        shaped = rewards - coefficient * kl_weights * evidence.column("kl").to(rewards.dtype)
         evidence = replace(evidence, rewards=shaped)
-    bonus = _bonus(evidence, plan)
+    bonus = _bonus(evidence, config.reward_shaping.curiosity)
     if bonus is not None:
         evidence = replace(evidence, rewards=evidence.rewards + bonus)
-    advantages = ESTIMATORS[plan.estimator](evidence, plan.estimator_knobs)
-    check_advantages(f"estimator {plan.estimator}", advantages, rewards)
-    for name, knobs in plan.shaping:
-        advantages = SHAPERS[name](evidence, knobs, advantages)
+    advantages = ESTIMATORS.value(config.estimator, evidence)
+    check_advantages(f"estimator {config.estimator.name}", advantages, rewards)
+    for name, shaper in config.shaping.items():
+        advantages = SHAPERS.value(shaper, evidence, advantages=advantages)
         check_advantages(f"shaper {name}", advantages, rewards)
     keep = torch.ones_like(batch.correct)
-    if plan.drop_all_correct:
-        keep = filters.not_all_correct(batch.correct, groups)
+    if config.filters.drop_all_correct:
+        keep = not_all_correct(batch.correct, groups)
     of_batch = metrics(evidence, advantages, kl_weights, keep)
     if bonus is not None:
         of_batch["credit/curiosity_bonus_mean"] = bonus.mean()
     return Credit(advantages, kl_weights, keep, of_batch, evidence.rewards)
 
 
-def _bonus(evidence: Evidence, plan: CreditPlan) -> Tensor | None:
+def _bonus(evidence: Evidence, curiosity: Curiosity | None) -> Tensor | None:
     """What is added to the rewards that estimators see."""
-    if plan.curiosity is None:
+    if curiosity is None:
         return None
     rewards = evidence.plain_rewards
     logprobs = evidence.column("mean_logprobs").to(rewards.dtype)
-    progress = evidence.column("progress").item()
-    return filters.curiosity_bonus(rewards, logprobs, progress, **plan.curiosity)
+    return curiosity.bonus(rewards, logprobs, evidence.column("progress").item())
 
 
 def metrics(
@@ -178,8 +149,9 @@ def check_advantages(who: str, advantages: Any, rewards: Tensor) -> None:
         )
 
 
-def check(batch: ResponseBatch, rewards: Tensor, groups: Segments, plan: CreditPlan) -> None:
-    """Raises ValueError where the batch lacks what the method reads or lies outside its domain."""
+def check(rewards: Tensor, groups: Segments, config: MethodConfig) -> None:
+    """Raises ValueError where the rewards lie outside the method's domain."""
+    name = config.estimator.name
     if not rewards.numel():
         raise ValueError(
             "ResponseBatch has no responses; a rollout step must hold at least one group"
@@ -190,44 +162,18 @@ def check(batch: ResponseBatch, rewards: Tensor, groups: Segments, plan: CreditP
             f"ResponseBatch.rewards[{row}] = {float(rewards[row])}: rewards must be finite; fix"
             " the reward function"
         )
-    _check_group_size(int(groups.count.min()), plan)
-    if ESTIMATORS[plan.estimator].needs.unit_rewards:
-        _check_unit_rewards(plan.estimator, float(rewards.min()), float(rewards.max()))
-    for name, (reading, *_) in reads_of(plan).items():
-        if name not in batch.columns:
-            raise ValueError(
-                f"ResponseBatch.columns has no {name}, but {reading.reader} reads it;"
-                f" {reading.remedy}"
-            )
-
-
-def _check_group_size(smallest: int, plan: CreditPlan) -> None:
-    name = plan.estimator
-    wanted = ESTIMATORS[name].needs.min_group
-    if smallest < 2 and wanted != 1:
+    smallest = int(groups.count.min())
+    if smallest < config.min_group:
         raise ValueError(
-            f"estimator {name} compares the responses of a prompt, but a group has {smallest}"
-            " response; sample at least 2 per prompt (batch.responses_per_prompt), or use the"
-            " estimator signed"
+            f"estimator {name} compares the responses of a prompt and needs at least"
+            f" {config.min_group}, but a group has {smallest}; raise batch.responses_per_prompt, or"
+            " choose another estimator (signed needs 1)"
         )
-    if isinstance(wanted, str) and plan.estimator_knobs[wanted] > smallest:
+    low, high = float(rewards.min()), float(rewards.max())
+    if ESTIMATORS[name].needs.unit_rewards and (low < 0 or high > 1 + ONE):
+        start = min(low, 0.0)
+        width = max(high, 1.0) - start
         raise ValueError(
-            f"estimator {name}: {wanted} = {plan.estimator_knobs[wanted]} exceeds a group of"
-            f" {smallest} responses; lower estimator.{wanted}"
+            f"estimator {name} needs rewards in [0, 1] and got [{low:g}, {high:g}]; rescale them by"
+            f" (r - {start:g}) / {width:g}, e.g. reward weights that sum to 1 (0.9 and 0.1)"
         )
-    if isinstance(wanted, int) and wanted > smallest:
-        raise ValueError(
-            f"estimator {name} needs groups of at least {wanted} responses, but one has {smallest};"
-            " raise batch.responses_per_prompt"
-        )
-
-
-def _check_unit_rewards(name: str, low: float, high: float) -> None:
-    if low >= 0 and high <= 1 + ONE:
-        return
-    start = min(low, 0.0)
-    width = max(high, 1.0) - start
-    raise ValueError(
-        f"estimator {name} needs rewards in [0, 1] and got [{low:g}, {high:g}]; rescale them by"
-        f" (r - {start:g}) / {width:g}, e.g. reward weights that sum to 1 (0.9 and 0.1)"
-    )

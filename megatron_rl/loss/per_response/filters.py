@@ -3,54 +3,54 @@ estimated."""
 
 from __future__ import annotations
 
+from typing import Annotated, ClassVar
+
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megatron_rl.knobs import Piece
 from megatron_rl.loss.segments import Segments
+from megatron_rl.loss.shapes import PerResponse, ResponseCounts, ResponseFlags, TokenIndex
 
 
-def informative_groups(
-    correct: Bool[Tensor, " responses"], groups: Segments
-) -> Bool[Tensor, " groups"]:
-    """0 < sum(correct) < G: both outcomes seen.
-
-    Source: DAPO (arXiv 2503.14476) eq. 11, dynamic sampling.
-    """
-    right = groups.sum(correct)
-    return (right > 0) & (right < groups.count)
-
-
-def not_all_correct(
-    correct: Bool[Tensor, " responses"], groups: Segments
-) -> Bool[Tensor, " responses"]:
+def not_all_correct(correct: ResponseFlags, groups: Segments) -> ResponseFlags:
     """False for every response of a group whose responses are all correct."""
     return groups.broadcast(groups.sum(correct) < groups.count)
 
 
-def overlong_penalty(
-    response_tokens: Int[Tensor, " responses"],
-    dtype: torch.dtype,
-    *,
-    max_tokens: int,
-    buffer_tokens: float,
-) -> Float[Tensor, " responses"]:
-    """0 if L <= max - buffer, (max - buffer - L) / buffer up to max, -1 above.
+class Overlong(Piece):
+    """Soft penalty for responses of L tokens close to the limit Lmax (``max_tokens``; null = the
+    response limit of the trainer), with a buffer of ``buffer_share`` Lmax.
 
+    ``factor`` times 0 if L <= Lmax - buffer, (Lmax - buffer - L) / buffer up to Lmax, -1 above.
     Source: DAPO (arXiv 2503.14476) eq. 13.
     """
-    start = max_tokens - buffer_tokens
-    return ((start - response_tokens.to(dtype)) / buffer_tokens).clamp(-1, 0)
+
+    buffer_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    factor: NonNegativeFloat = 1.0
+    max_tokens: PositiveInt | None = None
+
+    def penalty(
+        self, response_tokens: ResponseCounts, dtype: torch.dtype, response_limit: int | None = None
+    ) -> PerResponse:
+        limit = self.max_tokens or response_limit
+        if limit is None:
+            raise ValueError(
+                "reward_shaping.overlong.max_tokens is null: set it or pass response_limit"
+            )
+        buffer_tokens = self.buffer_share * limit
+        start = limit - buffer_tokens
+        return self.factor * ((start - response_tokens.to(dtype)) / buffer_tokens).clamp(-1, 0)
 
 
 def repeated_tail(
-    token_ids: Int[Tensor, " tokens"],
-    response_tokens: Int[Tensor, " responses"],
-    candidates: Bool[Tensor, " responses"],
+    token_ids: TokenIndex,
+    response_tokens: ResponseCounts,
+    candidates: ResponseFlags,
     *,
     min_block: int,
     max_block: int,
-) -> Bool[Tensor, " responses"]:
+) -> ResponseFlags:
     """True where a candidate ends in a block of min_block to max_block tokens written twice.
 
     The tokens are those of all responses, one after another.
@@ -67,40 +67,45 @@ def repeated_tail(
     return repeated
 
 
-def repetition_penalty(
-    token_ids: Int[Tensor, " tokens"],
-    response_tokens: Int[Tensor, " responses"],
-    truncated: Bool[Tensor, " responses"],
-    dtype: torch.dtype,
-    *,
-    penalty: float,
-    min_block: int,
-    max_block: int,
-) -> Float[Tensor, " responses"]:
-    """-penalty where the response was cut by the limit and its tail repeats itself, else 0.
+class Repetition(Piece):
+    """-penalty where a response was cut by the limit and ends in a block written twice.
 
     Source: CAMPO (MiroMind-M1, arXiv 2507.14683).
     """
-    repeated = repeated_tail(
-        token_ids, response_tokens, truncated, min_block=min_block, max_block=max_block
-    )
-    return -penalty * repeated.to(dtype)
+
+    penalty: NonNegativeFloat = 0.1
+    min_block_tokens: PositiveInt = 1
+    max_block_tokens: PositiveInt = 256
+
+    def of(
+        self,
+        token_ids: TokenIndex,
+        response_tokens: ResponseCounts,
+        truncated: ResponseFlags,
+        dtype: torch.dtype,
+    ) -> PerResponse:
+        blocks = {"min_block": self.min_block_tokens, "max_block": self.max_block_tokens}
+        repeated = repeated_tail(token_ids, response_tokens, truncated, **blocks)
+        return -self.penalty * repeated.to(dtype)
 
 
-def curiosity_bonus(
-    rewards: Float[Tensor, " responses"],
-    mean_logprobs: Float[Tensor, " responses"],
-    progress: float,
-    *,
-    kappa: float,
-    alpha: float,
-    start: float,
-    end: float,
-) -> Float[Tensor, " responses"]:
-    """w min(|r| / kappa, alpha B), B = -mean_logprobs (nats), w from start to end by progress.
+class Curiosity(Piece):
+    """Bonus w min(|r| / kappa, alpha B), B = -mean_logprobs (nats), w from ``start`` to ``end``
+    with the progress of the run.
 
     Never negative; 0 at a reward of 0. kappa > 1 and w <= 1 keep the sign of the reward.
     Source: CDE (arXiv 2509.09675), the bonus of the actor.
     """
-    weight = start + (end - start) * progress
-    return weight * torch.minimum(rewards.abs() / kappa, -alpha * mean_logprobs)
+
+    reads: ClassVar = ("mean_logprobs", "progress")
+
+    kappa: PositiveFloat = 3.0
+    alpha: NonNegativeFloat = 1.0
+    start: NonNegativeFloat = 1.0
+    end: NonNegativeFloat = 0.0
+
+    def bonus(
+        self, rewards: PerResponse, mean_logprobs: PerResponse, progress: float
+    ) -> PerResponse:
+        weight = self.start + (self.end - self.start) * progress
+        return weight * torch.minimum(rewards.abs() / self.kappa, -self.alpha * mean_logprobs)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
+from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
+from megatron_rl.knobs import Piece
+from megatron_rl.loss.batch import LossOutput
 from megatron_rl.loss.per_token.aggregate import weighted_sum
+from megatron_rl.loss.per_token.terms import Terms
 from megatron_rl.loss.per_token.whole_responses import quantile_place
+from megatron_rl.loss.shapes import PerToken, Scalar, TokenMask
 
 
 class Peaks(NamedTuple):
@@ -24,7 +29,7 @@ class Peaks(NamedTuple):
     mean: float
 
 
-def find_peaks(entropies: Float[Tensor, " tokens"], quantile: float) -> Peaks:
+def find_peaks(entropies: PerToken, quantile: float) -> Peaks:
     """Of all loss tokens of a minibatch, in any order: H >= the quantile, interpolated linearly."""
     ordered = entropies.double().sort().values
     place = float(quantile_place(torch.tensor(len(ordered)), quantile))
@@ -40,19 +45,35 @@ def find_peaks(entropies: Float[Tensor, " tokens"], quantile: float) -> Peaks:
     return Peaks(threshold, len(ordered) - first, ordered[first:].mean().item())
 
 
+class EntropyAnchor(Piece):
+    """loss += coef (m - anchor)^2, m the mean entropy of the nucleus over the peaks of a minibatch.
+
+    The nucleus is the most likely tokens that reach the probability ``top_p``; at peaks its entropy
+    is not below the ``quantile`` of the minibatch; anchor is m at the start of the run.
+    Source: SIREN (arXiv 2509.25133).
+    """
+
+    reads: ClassVar = ("nucleus_entropy", "peaks")
+
+    coef: NonNegativeFloat = 0.005
+    quantile: Annotated[float, Field(ge=0, le=1)] = 0.8
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+    def term(self, terms: Terms, weights: Tensor) -> LossOutput:
+        columns = (terms.column(name) for name in self.reads)
+        loss, mean = anchored(*columns, terms.loss_mask, coef=self.coef)
+        metrics = {"loss/entropy_anchor": loss.detach(), "entropy/nucleus_peak_mean": mean}
+        return LossOutput(loss, metrics)
+
+
 def anchored(
-    entropy: Float[Tensor, " tokens"],
-    peaks: Float[Tensor, "4"],
-    loss_mask: Bool[Tensor, " tokens"],
-    *,
-    coef: float,
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    entropy: PerToken, peaks: Float[Tensor, "4"], loss_mask: TokenMask, *, coef: float
+) -> tuple[Scalar, Scalar]:
     """Contributions to coef (m - anchor)^2 and to m, the mean entropy over the peaks.
 
     ``peaks``: (threshold, num, mean, anchor) of the minibatch. Its mean is known before the first
     token is seen, so the gradient 2 coef (m - anchor) dm is linear in the tokens, and the value is
     spread evenly over the peaks.
-    Source: SIREN (arXiv 2509.25133).
     """
     threshold, num, mean, anchor = peaks.to(entropy.dtype).unbind()
     is_peak = loss_mask & (entropy.detach() >= threshold)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.policy.batches.microbatches import Microbatch, Multiples, Packer, padded_lengths
-from megatron_rl.policy.batches.packing_plan import Plan, plan_microbatches
-from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.policy.batches.microbatches import Microbatch, Packer, padded_lengths
+from megatron_rl.policy.batches.packing_plan import Plan, PlanRule, plan_microbatches
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
-from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.types import SequenceBatch, Sequences
 
 
@@ -25,23 +23,14 @@ class Batching:
     Implements ``protocols.BatchSharding``.
 
     Attributes:
-        tokens_per_microbatch: most tokens (prompt + response) of one micro-batch.
-        work: what the ranks get equal shares of.
-        prefix_sharing: neighbors with the same ``prompt_index`` compute their prompt once.
-        multiple: the number of micro-batches of a pass is a multiple of this.
-        multiples: what packed lengths must divide by.
-        vision: of a vision-language model.
+        rule: of the plans for all data-parallel ranks.
+        packer: of this rank; where it shares prompts, responses to one become neighbors.
     """
 
     config: TransformerConfig
     ranks: Ranks
-    tokens_per_microbatch: int
-    work: WorkModel
-    prefix_sharing: bool
-    multiple: int
-    multiples: Multiples
-    device: torch.device
-    vision: VisionBatcher | None = None
+    rule: PlanRule
+    packer: Packer
 
     @property
     def data_rank(self) -> int:
@@ -59,30 +48,17 @@ class Batching:
         Raises:
             ValueError: a row alone has more tokens than a micro-batch may have.
         """
-        return self._plan(sequences, rows, self.ranks.data)
+        return self._plan(sequences, rows, self.rule)
 
     def alone(self, sequences: Sequences) -> list[list[int]]:
         """Micro-batches of all rows for one data-parallel rank."""
-        return self._plan(sequences, range(sequences.num_responses), 1)[0]
+        rule = replace(self.rule, data_parallel_size=1)
+        return self._plan(sequences, range(sequences.num_responses), rule)[0]
 
-    def _plan(self, sequences: Sequences, rows: Sequence[int], data_ranks: int) -> Plan:
-        if self.prefix_sharing and sequences.prompt_index is not None:
-            return plan_shared_prompts(
-                sequences,
-                rows,
-                data_parallel_size=data_ranks,
-                tokens_per_microbatch=self.tokens_per_microbatch,
-                multiple=self.multiple,
-                work=self.work,
-            )
-        return plan_microbatches(
-            sequences.lengths.tolist(),
-            rows,
-            data_parallel_size=data_ranks,
-            tokens_per_microbatch=self.tokens_per_microbatch,
-            multiple=self.multiple,
-            work=self.work,
-        )
+    def _plan(self, sequences: Sequences, rows: Sequence[int], rule: PlanRule) -> Plan:
+        if self.packer.share and sequences.prompt_index is not None:
+            return plan_shared_prompts(sequences, rows, rule)
+        return plan_microbatches(sequences.lengths.tolist(), rows, rule)
 
     def give(self, values: Tensor) -> None:
         """See protocols.BatchSharding."""
@@ -93,23 +69,13 @@ class Batching:
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, prompts: bool = False
     ) -> list[Microbatch]:
         """``microbatches`` (rows of ``batch``) as a pass takes them; ``prompts``: that of
-        ``Packer``. Collective where experts are dispatched by all-gather."""
-        assert len(microbatches) % self.multiple == 0, (
-            f"{len(microbatches)} micro-batches do not form groups of {self.multiple}"
+        ``Packer.pack``. Collective where experts are dispatched by all-gather."""
+        assert len(microbatches) % self.rule.multiple == 0, (
+            f"{len(microbatches)} micro-batches do not form groups of {self.rule.multiple}"
         )
         totals = self._least_totals(batch, microbatches)
-        ranks = self.ranks
-        packer = Packer(
-            self.multiples,
-            ranks.context_rank,
-            ranks.context,
-            self.device,
-            self.prefix_sharing,
-            self.vision,
-            prompts,
-        )
         return [
-            packer.pack(batch, rows, total)
+            self.packer.pack(batch, rows, total, prompts=prompts)
             for rows, total in zip(microbatches, totals, strict=True)
         ]
 
@@ -121,7 +87,7 @@ class Batching:
         if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
             # This dispatcher gathers tokens of equal number from every rank.
             totals = self._packed_tokens(batch, microbatches)
-            over_ranks = torch.tensor(totals, device=self.device)
+            over_ranks = torch.tensor(totals, device=self.packer.device)
             dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
             totals = over_ranks.tolist()
         if self.ranks.pipeline > 1 and not self.config.variable_seq_lengths:
@@ -133,7 +99,8 @@ class Batching:
     def _packed_tokens(
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], at_least: int = 0
     ) -> list[int]:
+        packer = self.packer
         return [
-            int(padded_lengths(batch, rows, self.multiples, at_least, self.prefix_sharing).sum())
+            int(padded_lengths(batch, rows, packer.multiples, at_least, packer.share).sum())
             for rows in microbatches
         ]

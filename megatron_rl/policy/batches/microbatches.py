@@ -157,8 +157,6 @@ class Packer:
 
     Attributes:
         vision: of a vision-language model.
-        prompts: the tokens of a prompt, but its first, are predicted too, once for neighboring
-            sequences; see ``prompt_places``.
     """
 
     multiples: Multiples
@@ -167,17 +165,26 @@ class Packer:
     device: torch.device
     share: bool = False
     vision: VisionBatcher | None = None
-    prompts: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.share and self.context > 1), (
             "shared prompts are not cut over context ranks"
         )
 
-    def pack(self, batch: SequenceBatch, rows: Sequence[int], at_least: int = 0) -> Microbatch:
+    def pack(
+        self,
+        batch: SequenceBatch,
+        rows: Sequence[int],
+        at_least: int = 0,
+        *,
+        prompts: bool = False,
+    ) -> Microbatch:
         """The micro-batch of sequences ``rows`` of ``batch``.
 
-        ``at_least``: its tokens over all context ranks, or more.
+        Args:
+            at_least: its tokens over all context ranks, or more.
+            prompts: the tokens of a prompt, but its first, are predicted too, once for neighboring
+                sequences; see ``prompt_places``.
 
         Raises:
             ValueError: a row has no prompt, from which its first response token is predicted, no
@@ -190,11 +197,9 @@ class Packer:
         packing = self._packing(sequences, layout, padded)
         if self.vision is not None:
             self._look(packing, sequences, padded, everywhere, layout)
-        nothing = torch.zeros(0, dtype=torch.long)
-        predictions = (nothing, nothing, nothing)
+        state_rows, targets, index = (torch.zeros(0, dtype=torch.long),) * 3
         if rows:
-            predictions = _predictions(sequences, layout, self.prompts)
-        state_rows, targets, index = predictions
+            state_rows, targets, index = _predictions(sequences, layout, prompts)
         return Microbatch(
             token_ids=to_device(_token_ids(sequences, layout)[None], self.device),
             position_ids=to_device(layout.position[None], self.device),
@@ -308,7 +313,8 @@ def _predictions(
     position = layout.position
     begins = prompts - 1
     if prompts_too:
-        begins = torch.where(_is_owner(batch, sequences.chosen), 0, begins)
+        owners, _ = borrowed_prompts(batch, sequences.chosen, share=True)
+        begins = torch.where(owners == torch.arange(len(owners)), 0, begins)
     predicts = (position >= begins[sequence]) & (position < lengths[sequence] - 1)
     rows = predicts.nonzero().squeeze(1)
     borrowers = sequences.shared.nonzero().squeeze(1)
@@ -352,8 +358,3 @@ def _prompt_starts(batch: SequenceBatch) -> Tensor:
     """The first index of the prompt of each row."""
     lengths = batch.prompt_lengths
     return int(batch.response_lengths.sum()) + lengths.cumsum(0) - lengths
-
-
-def _is_owner(batch: SequenceBatch, chosen: Tensor) -> Tensor:
-    owners, _ = borrowed_prompts(batch, chosen, share=True)
-    return owners == torch.arange(len(chosen))

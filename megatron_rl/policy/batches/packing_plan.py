@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -21,77 +22,70 @@ _LIGHTEST_TRIED = 16
 _SORT_FROM_SHARE = 1 / 8
 
 
-def plan_microbatches(
-    lengths: Sequence[int],
-    rows: Sequence[int],
-    *,
-    data_parallel_size: int,
-    tokens_per_microbatch: int,
-    multiple: int,
-    budgeted: Sequence[int] | None = None,
-    work: WorkModel | None = None,
-) -> Plan:
+@dataclass(frozen=True)
+class PlanRule:
+    """What plans keep to, equal on every process.
+
+    Attributes:
+        tokens_per_microbatch: the budget: most tokens (prompt + response) of one micro-batch.
+        multiple: the number of micro-batches of a rank must be a multiple of this.
+        work: what the ranks get equal shares of.
+    """
+
+    data_parallel_size: int
+    tokens_per_microbatch: int
+    multiple: int
+    work: WorkModel
+
+    def __post_init__(self) -> None:
+        assert self.data_parallel_size > 0 and self.multiple > 0
+
+
+def plan_microbatches(lengths: Sequence[int], rows: Sequence[int], rule: PlanRule) -> Plan:
     """data-parallel rank -> micro-batch -> rows, a partition of ``rows``; equal on every process.
 
     Every rank gets the same number of micro-batches: the smallest multiple of ``multiple`` that was
-    found to fit. Rows are spread over all bins (ranks x micro-batches) by the largest differencing
-    method; where that balance overruns the budget and best-fit decreasing stays within it, the
-    latter is used. Bins then go to ranks, largest first, each to the rank with the least. A rank
-    runs its largest micro-batch first, so an OOM happens on the first micro-batch or not at all.
+    found to fit. Rows are spread by their work over all bins (ranks x micro-batches) by the largest
+    differencing method; where that balance overruns the budget and best-fit decreasing stays within
+    it, the latter is used. Bins then go to ranks, largest first, each to the rank with the least,
+    and ranks exchange rows until their sums are level. A rank runs its largest micro-batch first,
+    so an OOM happens on the first micro-batch or not at all.
 
     A micro-batch is empty only where there are fewer rows than bins.
 
     Args:
         lengths: tokens of each row, prompt and response.
         rows: rows to place, each once.
-        tokens_per_microbatch: most tokens of one micro-batch.
-        multiple: number of micro-batches per rank must be a multiple of this.
-        budgeted: what each row takes of the budget where that is not its length; balance goes by
-            ``lengths`` all the same.
-        work: balance goes by the work of each row, and ranks exchange rows until their sums are
-            level. None: balance goes by tokens.
 
     Raises:
         ValueError: a row alone exceeds the budget.
 
     Source: Karmarkar and Karp 1982 (differencing), for several bins as in Michiels et al. 2003.
     """
-    costs = lengths if work is None else work.work(_integers(lengths)).tolist()
-    return plan_costs(
-        costs,
-        rows,
-        data_parallel_size=data_parallel_size,
-        tokens_per_microbatch=tokens_per_microbatch,
-        multiple=multiple,
-        budgeted=lengths if budgeted is None else budgeted,
-        level=work is not None,
-    )
+    return plan_costs(rule.work.work(_integers(lengths)).tolist(), rows, lengths, rule)
 
 
 def plan_costs(
-    costs: Sequence[int],
-    rows: Sequence[int],
-    *,
-    data_parallel_size: int,
-    tokens_per_microbatch: int,
-    multiple: int,
-    budgeted: Sequence[int],
-    level: bool,
+    costs: Sequence[int], rows: Sequence[int], budgeted: Sequence[int], rule: PlanRule
 ) -> Plan:
-    """``plan_microbatches`` for any cost of a row. ``level``: ranks exchange rows until their costs
-    are level."""
-    assert data_parallel_size > 0 and multiple > 0 and len(set(rows)) == len(rows)
-    require_fit(budgeted, rows, tokens_per_microbatch)
+    """``plan_microbatches`` for any cost of a row; ``budgeted``: what it takes of the budget."""
+    plan = rough_plan(costs, rows, budgeted, rule)
+    return _leveled(plan, _integers(costs), _integers(budgeted), rule.tokens_per_microbatch)
+
+
+def rough_plan(
+    costs: Sequence[int], rows: Sequence[int], budgeted: Sequence[int], rule: PlanRule
+) -> Plan:
+    """``plan_costs`` before ranks exchange rows."""
+    assert len(set(rows)) == len(rows)
+    require_fit(budgeted, rows, rule.tokens_per_microbatch)
     bins = _fitting_bins(
         _largest_first(costs, rows),
         _largest_first(budgeted, rows),
-        data_parallel_size * multiple,
-        tokens_per_microbatch,
+        rule.data_parallel_size * rule.multiple,
+        rule.tokens_per_microbatch,
     )
-    plan = _to_ranks(bins, data_parallel_size)
-    if level:
-        plan = _leveled(plan, _integers(costs), _integers(budgeted), tokens_per_microbatch)
-    return plan
+    return _to_ranks(bins, rule.data_parallel_size)
 
 
 def require_fit(lengths: Sequence[int], rows: Iterable[int], tokens_per_microbatch: int) -> None:
@@ -162,8 +156,9 @@ def largest_differencing(items: Sequence[Item], num_bins: int) -> list[Bin]:
         _, _, second = heapq.heappop(heap)
         if len(first) + len(second) < num_bins:
             # Some bins stay empty, so the difference is the fullest bin, which ``first`` holds.
-            # Order within does not matter yet.
-            merged = _extended(first, second)
+            # Order within does not matter yet; the shorter list is what gets copied.
+            merged, shorter = (first, second) if len(first) >= len(second) else (second, first)
+            merged += shorter
         else:
             merged = _merged(first, second, num_bins)
             # Costs are negative here: this is minus (fullest less emptiest), so the heap pops the
@@ -173,14 +168,6 @@ def largest_differencing(items: Sequence[Item], num_bins: int) -> list[Bin]:
         age += 1
     filled = [(-cost, sorted(rows)) for cost, _, rows in sorted(heap[0][2])]
     return filled + [(0, []) for _ in range(num_bins - len(filled))]
-
-
-def _extended(first: list, second: list) -> list:
-    """Both lists in one, made from the longer: the shorter is what gets copied."""
-    if len(second) > len(first):
-        first, second = second, first
-    first += second
-    return first
 
 
 def _merged(first: list, second: list, num_bins: int) -> list:
@@ -287,11 +274,11 @@ def _leveled(plan: Plan, costs: Integers, tokens: Integers, budget: int) -> Plan
     micro-batch. It ends where the slowest rank is close to the mean, or nothing helps it.
     """
     plan = [[list(rows) for rows in rank] for rank in plan]
-    loads = np.array([_load(rank, costs) for rank in plan])
+    loads = np.array([sum(int(costs[rows].sum()) for rows in rank if rows) for rank in plan])
     enough = _LEVEL_ENOUGH * loads.mean()
     while loads.max() > enough:
         slowest = int(loads.argmax())
-        for fastest in _ascending(loads, _LIGHTEST_TRIED):
+        for fastest in loads.argsort(kind="stable")[:_LIGHTEST_TRIED].tolist():
             gap = int(loads[slowest] - loads[fastest])
             moved = _exchange(plan[slowest], plan[fastest], gap, costs, tokens, budget)
             if moved:
@@ -305,13 +292,6 @@ def _leveled(plan: Plan, costs: Integers, tokens: Integers, budget: int) -> Plan
         return -int(tokens[rows].sum()) if rows else 0, rows
 
     return [sorted(map(sorted, rank), key=largest_first) for rank in plan]
-
-
-def _ascending(loads: Integers, number: int) -> Iterator[int]:
-    """The ranks with the least load, at most ``number``. Mostly the first is enough: it alone is
-    found without sorting."""
-    yield int(loads.argmin())
-    yield from np.argsort(loads, kind="stable")[1:number].tolist()
 
 
 def _exchange(
@@ -361,11 +341,6 @@ def _exchange(
         fast[into[other]].remove(taken[other])
         slow[given_from[row]].append(int(taken[other]))
     return int(moved[row, other])
-
-
-def _load(microbatches: list[list[int]], costs: Integers) -> int:
-    """Cost of all rows of a rank."""
-    return sum(int(costs[rows].sum()) for rows in microbatches if rows)
 
 
 def _placed(microbatches: list[list[int]]) -> tuple[Integers, Integers]:

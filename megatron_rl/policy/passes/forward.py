@@ -19,8 +19,13 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.passes import Output, Outputs, TokenLoss, TokenScores, TokenView
 from megatron_rl.policy.batches.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
-from megatron_rl.policy.passes.head import Entropy, Head
-from megatron_rl.policy.passes.logprobs import LOGPROB_CHUNK_TOKENS, TokenValues, token_values
+from megatron_rl.policy.passes.logprobs import (
+    LOGPROB_CHUNK_TOKENS,
+    Entropy,
+    Head,
+    TokenValues,
+    token_values,
+)
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import gather_objects
 from megatron_rl.runtime.transfer import to_device
@@ -154,28 +159,19 @@ class Totals:
     def add(self, loss: float, metrics: Mapping[str, float]) -> None:
         self.loss += loss
         for key, value in metrics.items():
-            if key not in self.metrics:
-                self.metrics[key] = value
-            else:
-                self.metrics[key] = (
-                    largest((self.metrics[key], value))
-                    if key.endswith("_max")
-                    else self.metrics[key] + value
-                )
+            both = (self.metrics[key], value) if key in self.metrics else (value,)
+            self.metrics[key] = largest(both) if key.endswith("_max") else sum(both)
 
 
+@dataclass(frozen=True)
 class Passes:
     """Runs micro-batches through the chunks of this rank. ``consume(microbatch, values)`` is called
     on the last stage only and returns (loss, what to collect)."""
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float
-    ) -> None:
-        self.chunks = list(chunks)
-        self.ranks = ranks
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        self.schedule = get_forward_backward_func()
+    chunks: Sequence[torch.nn.Module]
+    ranks: Ranks
+    vocab_size: int
+    temperature: float
 
     def run(
         self,
@@ -195,13 +191,13 @@ class Passes:
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, outputs=outputs)
         with torch.set_grad_enabled(backward):
-            return self.schedule(
+            return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
-                seq_length=max(lengths)
-                * self.ranks.context,  # megatron divides by the context ranks
+                # megatron divides by the context ranks
+                seq_length=max(lengths) * self.ranks.context,
                 micro_batch_size=1,
                 forward_only=not backward,
             )
@@ -220,9 +216,8 @@ class Passes:
                     f"output {output.name}: the policy computes no such quantity; give it a"
                     " function (Output.compute)"
                 )
-        temperature = microbatch.temperatures
-        if temperature is None:
-            temperature = self.temperature
+        given = microbatch.temperatures
+        temperature = self.temperature if given is None else given
         group = self.ranks.tensor_group if self.ranks.tensor > 1 else None
         return Head(temperature, self.vocab_size, LOGPROB_CHUNK_TOKENS, group, entropy, top_k)
 
@@ -236,7 +231,8 @@ class Passes:
             position_ids=microbatch.position_ids,
             attention_mask=None,
             packed_seq_params=microbatch.packing,
-            **({"fp32_output": False} if _casts(chunk) else {}),
+            # Float16Module would give float32, which only the few states that are used become.
+            **({"fp32_output": False} if chunk.config.bf16 else {}),
         )
         return output, partial(self._finish, chunk, microbatch, consume, outputs)
 
@@ -261,7 +257,7 @@ class Passes:
             for each in outputs
             if each.compute is not None
         }
-        values = TokenValues(values.logprobs, {**values.columns, **computed})
+        values = replace(values, columns={**values.columns, **computed})
         loss, data = consume(microbatch, values)
         # Without response tokens the graph must still reach every stage: the pipeline waits for a
         # gradient.
@@ -269,10 +265,6 @@ class Passes:
         for column in computed.values():
             connected = connected + column.sum() * 0
         return connected, torch.zeros([], dtype=torch.int, device=loss.device), data
-
-
-def _casts(chunk: torch.nn.Module) -> bool:
-    return bool(chunk.config.bf16)
 
 
 def _wait_for(chunk: torch.nn.Module, weight: Tensor) -> None:
@@ -343,19 +335,13 @@ def _numbers(
 ) -> list[tuple[float, dict[str, float]]]:
     """Losses and metrics of micro-batches as numbers, read from the device once (float64 holds what
     every smaller format holds)."""
-    if not contributions:
+    tensors = [each for loss, metrics in contributions for each in (loss, *metrics.values())]
+    if not tensors:
         return []
-    tensors: list[Tensor] = []
-    for loss, metrics in contributions:
-        tensors += [loss, *metrics.values()]
-    device = tensors[0].device
-    scalars = [tensor.to(device, torch.float64).reshape(()) for tensor in tensors]
+    scalars = [tensor.to(tensors[0].device, torch.float64).reshape(()) for tensor in tensors]
     values = iter(torch.stack(scalars).tolist())
-    numbers = []
-    for _, metrics in contributions:  # taken out in the order in which they went in above
-        loss_value = next(values)
-        numbers.append((loss_value, {key: next(values) for key in metrics}))
-    return numbers
+    # Taken out in the order in which they went in above.
+    return [(next(values), {key: next(values) for key in metrics}) for _, metrics in contributions]
 
 
 def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from megatron_rl.policy.passes.head import Entropy, Head
-
+Entropy = Literal["none", "value", "grad"]  # "value": without gradient
 # Response tokens whose logits are alive at a time in a pass of the policy. A chunk of 256 would
 # stay in the cache of a GPU, but every chunk reads the weight once a product and, in backward,
 # reads and writes its whole float32 gradient. By bytes for 38,016 rows of 3,584 (not measured on a
@@ -29,57 +28,32 @@ LOGPROB_CHUNK_TOKENS = 1024
 ENTROPY_SPLIT = 8
 
 
-def response_logprobs(
-    hidden: Float[Tensor, "t h"],
-    weight: Float[Tensor, "v_local h"],
-    targets: Int[Tensor, " t"],
-    *,
-    temperature: float,
-    vocab_size: int,
-    chunk_tokens: int,
-    group: dist.ProcessGroup | None,
-    entropy: Entropy = "none",
-) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"] | None]:
-    """``(logprobs, entropy)`` of ``softmax(hidden @ W.T / temperature)``, in nats, float32.
+@dataclass(frozen=True)
+class Head:
+    """How states become a distribution, and what is wanted of it beside logprobs.
 
-    With ``x = hidden @ W.T / temperature``, W the rows ``[0, vocab_size)`` of the output layer:
-
-        logprobs[i] = x[i, targets[i]] - logsumexp_v x[i, v]
-        entropy[i] = -sum_v p[i, v] * log p[i, v]
-
-    ``weight`` is this rank's block of rows of W, blocks in rank order over ``group`` (None: one
-    block); rows from ``vocab_size`` on are padding: they have no probability and a zero gradient.
-    A target outside ``[0, vocab_size)`` has probability 0: its logprob is ``-inf``.
-    ``hidden`` and ``targets`` are equal on all ranks of ``group``; the gradient of ``hidden`` comes
-    back summed over ``group`` (so a gather in front of this must split, not reduce, in its
-    backward).
-
-    Products of 16-bit operands are kept in float32 (never rounded to 16 bits), sums and softmax are
-    float32; float64 inputs are computed in float64. Inputs are never modified. ``t`` may be 0.
-
-    ``entropy``: "none" (second result None), "value" (no gradient), "grad" (own gradient, one more
-    pass over a chunk). Collectives: one all-gather of 3 or 4 numbers per token forward, one
-    all-reduce of the gradient of ``hidden`` backward. Memory: a chunk, ``[chunk_tokens, v_local]``
-    in float32, plus in backward the gradients.
-
-    Raises:
-        ValueError: temperature or chunk_tokens is not positive.
+    Attributes:
+        temperature: divides the logits: one, or that of each token.
+        vocab_size: rows of the output layer from here on are padding.
+        chunk_tokens: tokens whose logits are in memory at a time.
+        group: ranks that have blocks of the output layer's rows, in rank order; None: one block.
+        top_k: how many of the most likely tokens are wanted; 0: none.
     """
-    if not temperature > 0:
-        raise ValueError(
-            f"response_logprobs: temperature is {temperature}; it divides the logits and must be"
-            " positive"
-        )
-    if chunk_tokens < 1:
-        raise ValueError(
-            f"response_logprobs: chunk_tokens is {chunk_tokens}; it must be at least 1"
-        )
-    assert hidden.shape[0] == targets.shape[0], (
-        f"{hidden.shape[0]} hidden states but {targets.shape[0]} targets"
-    )
-    head = Head(temperature, vocab_size, chunk_tokens, group, entropy)
-    values = token_values(hidden, weight, targets, head)
-    return values.logprobs, values.columns.get("entropy")
+
+    temperature: float | Float[Tensor, " t"]
+    vocab_size: int
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+    entropy: Entropy = "none"
+    top_k: int = 0
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def divisor(self, rows: slice) -> float | Float[Tensor, " rows"]:
+        """What divides the logits of the tokens ``rows``."""
+        return self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
 
 
 @dataclass(frozen=True)
@@ -96,11 +70,29 @@ def token_values(
     targets: Int[Tensor, " t"],
     head: Head,
 ) -> TokenValues:
-    """``response_logprobs`` with the columns ``entropy``, ``topk_logprobs`` and ``is_argmax``, as
-    ``head`` wants them.
+    """Logprobs of ``softmax(hidden @ W.T / temperature)`` in nats, float32, and the columns
+    ``entropy``, ``topk_logprobs`` and ``is_argmax``, as ``head`` wants them.
 
-    ``is_argmax``: no token is more likely. ``topk_logprobs``: of the ``top_k`` most likely tokens,
-    most likely first, with gradient; which of two equally likely tokens is the k-th is not said.
+    With ``x = hidden @ W.T / temperature``, W the rows ``[0, vocab_size)`` of the output layer:
+
+        logprobs[i] = x[i, targets[i]] - logsumexp_v x[i, v]
+        entropy[i] = -sum_v p[i, v] * log p[i, v]
+
+    ``topk_logprobs``: of the ``top_k`` most likely tokens, most likely first, with gradient; which
+    of two equally likely tokens is the k-th is open. ``is_argmax``: no token is more likely.
+
+    ``weight`` is this rank's block of rows of W; padding has no probability and a zero gradient. A
+    target outside ``[0, vocab_size)`` has probability 0: its logprob is ``-inf``. ``hidden`` and
+    ``targets`` are equal on all ranks of the group; the gradient of ``hidden`` comes back summed
+    over it (so a gather in front of this must split, not reduce, in its backward).
+
+    Products of 16-bit operands are kept in float32 (never rounded to 16 bits), sums and softmax are
+    float32; float64 inputs are computed in float64. Inputs are never modified. ``t`` may be 0.
+
+    The gradient of the entropy takes one more pass over a chunk. Collectives: one all-gather of 3
+    or 4 numbers (and 2 for each of the ``top_k``) per token forward, one all-reduce of the gradient
+    of ``hidden`` backward. Memory: a chunk, ``[chunk_tokens, v_local]`` in float32, plus in
+    backward the gradients.
 
     Raises:
         ValueError: the vocabulary has fewer than ``top_k`` tokens.
@@ -136,10 +128,8 @@ class _Logprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies, tokens)
         ctx.head = head
         fixed = [is_argmax]
-        if head.entropy != "grad":
-            fixed.append(entropies)
-        if not head.top_k:
-            fixed.append(topk)
+        fixed += [] if head.entropy == "grad" else [entropies]
+        fixed += [] if head.top_k else [topk]
         ctx.mark_non_differentiable(*fixed)  # the last call counts alone
         return logprobs, entropies, topk, is_argmax
 
@@ -222,7 +212,9 @@ class Chunks:
             rows = slice(start, min(start + self.size, num_tokens))
             x = buffer[: rows.stop - rows.start]
             multiply(self.operand(self.hidden[rows]), self.weight.t(), out=x)
-            self.head.scale_(x, rows)
+            divisor = _column(self.head.divisor(rows))
+            if isinstance(divisor, Tensor) or divisor != 1.0:  # a pass over all logits
+                x.div_(divisor)
             yield rows, x
 
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.policy.passes.head import Head
-from megatron_rl.policy.passes.logprobs import Chunks, Gradients, split_size
+from megatron_rl.policy.passes.logprobs import Chunks, Gradients, Head, split_size
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 

@@ -4,42 +4,32 @@ once."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from megatron_rl.policy.batches.packing_plan import Plan, plan_costs, require_fit
-from megatron_rl.policy.batches.work_model import Integers, WorkModel
+from megatron_rl.policy.batches.packing_plan import Plan, PlanRule, plan_costs, require_fit
+from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.types import Sequences
 
 Part = list[int]  # rows of one prompt
 
 
-def plan_shared_prompts(
-    batch: Sequences,
-    rows: Sequence[int],
-    *,
-    data_parallel_size: int,
-    tokens_per_microbatch: int,
-    multiple: int,
-    work: WorkModel | None = None,
-) -> Plan:
+def plan_shared_prompts(batch: Sequences, rows: Sequence[int], rule: PlanRule) -> Plan:
     """data-parallel rank -> micro-batch -> rows, as ``plan_microbatches``, of the parts into which
     prompts' responses are cut.
 
     A part is some responses to one prompt and computes that prompt's tokens once. Large parts
     compute the fewest tokens, small ones can be balanced better over ranks: at most 1, 2, 4, ...
-    responses a part are tried, and the plan whose slowest rank has the lowest cost is taken (of
-    equal ones, the one with larger parts). Cost is the computed tokens, or their ``work``. The
-    budget counts the prompt for every response: attention has the whole sequences in memory.
+    responses a part are tried, and the plan whose slowest rank has the least work is taken (of
+    equal ones, the one with larger parts). The budget counts the prompt for every response:
+    attention has the whole sequences in memory.
 
     Raises:
         ValueError: a row alone exceeds the budget.
     """
     lengths = batch.lengths.tolist()
-    require_fit(lengths, rows, tokens_per_microbatch)
-    costs = _PartCosts.of(batch, work)
+    require_fit(lengths, rows, rule.tokens_per_microbatch)
     groups = _by_prompt(batch, rows)
     best_plan: Plan = []
     best_cost: int | None = None
@@ -48,22 +38,15 @@ def plan_shared_prompts(
         previous = cuts
         cuts = []
         for group in groups:
-            cuts += _parts(group, lengths, most, tokens_per_microbatch)
+            cuts += _parts(group, lengths, most, rule.tokens_per_microbatch)
         if cuts == previous:
             continue
-        part_costs = costs.of_parts(cuts)
-        if best_cost is not None and sum(part_costs) >= best_cost * data_parallel_size:
+        costs = _costs(batch, rule.work, cuts)
+        if best_cost is not None and sum(costs) >= best_cost * rule.data_parallel_size:
             break  # smaller parts cost more still: no balance makes up for it
-        plan = plan_costs(
-            part_costs,
-            range(len(cuts)),
-            data_parallel_size=data_parallel_size,
-            tokens_per_microbatch=tokens_per_microbatch,
-            multiple=multiple,
-            budgeted=[sum(map(lengths.__getitem__, part)) for part in cuts],
-            level=work is not None,
-        )
-        slowest = max(_load(rank, part_costs) for rank in plan)
+        budgeted = [sum(map(lengths.__getitem__, part)) for part in cuts]
+        plan = plan_costs(costs, range(len(cuts)), budgeted, rule)
+        slowest = max(sum(costs[part] for part in chain.from_iterable(rank)) for rank in plan)
         if best_cost is None or slowest < best_cost:
             best_cost = slowest
             best_plan = [[_rows_of(parts, cuts) for parts in rank] for rank in plan]
@@ -71,29 +54,17 @@ def plan_shared_prompts(
     return best_plan
 
 
-@dataclass(frozen=True)
-class _PartCosts:
-    """Cost of a part = that of its prompt, once, and that of each response after the prompt."""
-
-    of_prompt: Integers
-    of_response: Integers
-
-    @classmethod
-    def of(cls, batch: Sequences, work: WorkModel | None) -> _PartCosts:
-        prompts = batch.prompt_lengths.numpy()
-        responses = batch.response_lengths.numpy()
-        if work is None:
-            return cls(prompts, responses)
-        return cls(work.work(prompts), work.work(responses, context=prompts))
-
-    def of_parts(self, parts: Sequence[Part]) -> list[int]:
-        if not parts:
-            return []
-        sizes = np.array([len(part) for part in parts])
-        starts = sizes.cumsum() - sizes
-        rows = np.array(list(chain.from_iterable(parts)))
-        prompts = self.of_prompt[rows[starts]]
-        return (prompts + np.add.reduceat(self.of_response[rows], starts)).tolist()
+def _costs(batch: Sequences, work: WorkModel, parts: Sequence[Part]) -> list[int]:
+    """Of each part the work of its prompt, once, and of each response after the prompt."""
+    if not parts:
+        return []
+    prompts = batch.prompt_lengths.numpy()
+    of_response = work.work(batch.response_lengths.numpy(), context=prompts)
+    sizes = np.array([len(part) for part in parts])
+    starts = sizes.cumsum() - sizes  # of each part, among the rows of all parts end to end
+    rows = np.array(list(chain.from_iterable(parts)))
+    of_prompt = work.work(prompts)[rows[starts]]
+    return (of_prompt + np.add.reduceat(of_response[rows], starts)).tolist()
 
 
 def _by_prompt(batch: Sequences, rows: Sequence[int]) -> list[list[int]]:
@@ -103,11 +74,6 @@ def _by_prompt(batch: Sequences, rows: Sequence[int]) -> list[list[int]]:
     for row, prompt in zip(rows, batch.prompt_index[list(rows)].tolist(), strict=True):
         groups.setdefault(prompt, []).append(row)
     return list(groups.values())
-
-
-def _load(microbatches: Sequence[Sequence[int]], part_costs: Sequence[int]) -> int:
-    """Cost of all parts of a rank."""
-    return sum(part_costs[part] for part in chain.from_iterable(microbatches))
 
 
 def _rows_of(numbers: Sequence[int], parts: Sequence[Part]) -> list[int]:

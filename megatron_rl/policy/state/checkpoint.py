@@ -144,8 +144,10 @@ def _begin(
         if isinstance(shard, ShardedObject) and is_main_replica(shard.replica_id):
             writer.add_object(shard.unique_key, saved_bytes([shard.data]))
     if dist.get_rank() == 0:
-        optimizer = _common_state(policy, sharded)
-        common = {"optimizer_steps": policy.optimizer_steps, "optimizer": optimizer}
+        # What of the optimizer is the same on all ranks: step counts and parameter groups.
+        state = {"optimizer": sharded_optimizer(policy, sharded)}
+        _, same = save_preprocess(state, validate_access_integrity=False)
+        common = {"optimizer_steps": policy.optimizer_steps, "optimizer": same["optimizer"]}
         writer.add_file(safe_load.COMMON, saved_bytes(common))
         writer.add_file(CONFIG_FNAME, json.dumps(asdict(FORMAT)).encode("ascii"))
         writer.add_file(EXTRA, saved_bytes(dict(extra)))
@@ -154,8 +156,7 @@ def _begin(
 
 def _about_bytes(stored: Sequence[StoredParameter]) -> int:
     """What this rank copies: see planning/policy_memory.py."""
-    sizes = [item.writes[1] - item.writes[0] for item in stored if item.is_main]
-    return 12 * sum(sizes)
+    return 12 * sum(item.writes[1] - item.writes[0] for item in stored if item.is_main)
 
 
 def _copy(
@@ -181,8 +182,8 @@ def _copy(
                     writer.copy(values, first, [place])
         if places:
             writer.copy(weights, first, places)
-        if (item.chunk, item.name) in starting:
-            kept = starting[item.chunk, item.name].reshape(-1)[first:end]
+        if item.name in starting:
+            kept = starting[item.name].reshape(-1)[first:end]
             writer.copy(kept, first, [item.place(kept.dtype, REFERENCE)])
 
 
@@ -227,15 +228,6 @@ def sharded_optimizer(
     return state
 
 
-def _common_state(policy: TrainingState, sharded: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What of the optimizer is the same on all ranks: step counts and parameter groups."""
-    _, common = save_preprocess(
-        {"optimizer": sharded_optimizer(policy, sharded)}, validate_access_integrity=False
-    )
-    state: dict[str, Any] = common["optimizer"]
-    return state
-
-
 @contextlib.contextmanager
 def _nothing_gathered(optimizer: Any) -> Iterator[None]:
     """Inside, distributed optimizers have no tensors in their sharded state."""
@@ -274,11 +266,12 @@ def _params(policy: TrainingState) -> str:
 
 def _bytes(policy: TrainingState) -> int:
     """What the checkpoint will take; Adam's moments count as float32."""
-    parameters = facts.num_parameters(policy.arch, 1)
-    reference = policy.reference is not None
-    sharded = policy.parallel.distributed_optimizer
     return facts.checkpoint_bytes(
-        parameters, _params(policy), "float32", distributed_optimizer=sharded, reference=reference
+        facts.num_parameters(policy.arch, 1),
+        _params(policy),
+        "float32",
+        distributed_optimizer=policy.parallel.distributed_optimizer,
+        reference=policy.reference is not None,
     )
 
 

@@ -7,6 +7,7 @@ ranks hold, straight into the memory of model and optimizer; then they exchange 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,12 @@ from megatron_rl.policy.state.checkpoint import (
 from megatron_rl.policy.state.stored_state import (
     REFERENCE,
     STATE,
+    Name,
     StoredParameter,
-    data_parallel_group,
     stored_parameters,
 )
 from megatron_rl.runtime.device import platform
 from megatron_rl.runtime.launch import from_first_rank, gather_objects
-
-Name = tuple[int, str]  # number of the model chunk, name in it
 
 
 def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
@@ -71,7 +70,7 @@ def _load_common(
     local, state = extract_nonpersistent(sharded_optimizer(policy, sharded, is_loading=True))
     tensors, _ = extract_sharded_base(state)
     plain_values = _without_tensors(_for_optimizers(state, common))
-    loaded = merge(plain_values, dict_list_map_outplace(_unwrapped, local))
+    loaded = merge(plain_values, dict_list_map_outplace(LocalNonpersistentObject.unwrap, local))
     own = dict_list_map_outplace(lambda shard: shard.data, tensors)
     policy.optimizer.load_state_dict(merge(loaded, own))
 
@@ -105,10 +104,6 @@ def _rates(group: Mapping[str, Any]) -> tuple[float, float]:
     return group["wd_mult"], group["lr_mult"]
 
 
-def _unwrapped(value: LocalNonpersistentObject) -> Any:
-    return value.unwrap()
-
-
 def _without_tensors(state: Any) -> Any:
     """Without the place where a distributed optimizer would look for its tensors."""
     if not isinstance(state, dict):
@@ -119,24 +114,41 @@ def _without_tensors(state: Any) -> Any:
 def _load_tensors(
     policy: TrainingState, sharded: Sequence[dict[str, Any]], reader: PartReader
 ) -> None:
-    stored = stored_parameters(sharded, policy.optimizer)
-    shared = _Shared(reader)
     loaded: dict[Name, Tensor] = {}
+    shared: list[tuple[StoredParameter, Tensor]] = []
     starting = policy.reference.tensors() if policy.reference is not None else {}
     finish: list[Callable[[], None]] = []
-    for item in stored:
-        name = (item.chunk, item.name)
+
+    def want(item: StoredParameter, flat: Tensor, prefix: str) -> None:
+        """This rank's share of ``flat``, which all data-parallel ranks hold whole."""
+        first, end = item.reads.get(dist.get_rank(item.group(flat.device)), (0, 0))
+        reader.want(item.place(flat.dtype, prefix), first, flat[first:end])
+        shared.append((item, flat))
+
+    for item in stored_parameters(sharded, policy.optimizer):
         # What is kept in FP8 is read as it was before, and quantized by ``load_state_dict``.
-        loaded[name] = plain(item.values).detach()
-        shared.want(item, loaded[name].view(-1), "")
-        finish += _want_states(item, reader, shared)
-        if name in starting:
-            shared.want(item, starting[name].view(-1), REFERENCE)
+        loaded[item.name] = plain(item.values).detach()
+        want(item, loaded[item.name].view(-1), "")
+        if item.name in starting:
+            want(item, starting[item.name].view(-1), REFERENCE)
+        if item.states is None:
+            continue
+        tensors = item.states.get()
+        if item.states.put is not None:
+            # The optimizer keeps it in another number format.
+            tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+            finish.append(partial(item.states.put, tensors))
+        for name, tensor in tensors.items():
+            prefix = f"{STATE}{name}."
+            if item.states.is_distributed:
+                reader.want(item.place(tensor.dtype, prefix), item.states.span[0], tensor)
+            else:
+                want(item, tensor, prefix)
     objects = _keys_of_objects(sharded)
     for key in objects.values():
         reader.want_object(key)
     _on_all_ranks(reader.read)
-    shared.exchange()
+    _exchange(shared)
     for put in finish:
         put()
     values = {**loaded, **{name: reader.objects[key][0] for name, key in objects.items()}}
@@ -147,62 +159,23 @@ def _load_tensors(
 
 
 def _keys_of_objects(sharded: Sequence[Mapping[str, Any]]) -> dict[Name, str]:
-    """Chunk and name of all that is no tensor -> its key in the checkpoint."""
-    keys: dict[Name, str] = {}
-    for chunk, shards in enumerate(sharded):
-        for name, shard in shards.items():
-            if isinstance(shard, ShardedObject):
-                keys[chunk, name] = shard.unique_key
-    return keys
+    """Name of all that is no tensor -> its key in the checkpoint."""
+    return {
+        (chunk, name): shard.unique_key
+        for chunk, shards in enumerate(sharded)
+        for name, shard in shards.items()
+        if isinstance(shard, ShardedObject)
+    }
 
 
-def _want_states(
-    item: StoredParameter, reader: PartReader, shared: _Shared
-) -> Sequence[Callable[[], None]]:
-    """Asks for Adam's state; returns what is left to do when it is there."""
-    if item.states is None:
-        return ()
-    tensors = item.states.get()
-    put = item.states.put
-    if put is not None:
-        # The optimizer keeps it in another number format.
-        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
-        prefix = f"{STATE}{name}."
-        if item.states.is_distributed:
-            reader.want(item.place(tensor.dtype, prefix), item.states.span[0], tensor)
-        else:
-            shared.want(item, tensor, prefix)
-    return () if put is None else (lambda: put(tensors),)
-
-
-class _Shared:
-    """Tensors that all data-parallel ranks hold whole: each reads a share and gives it to the
-    others."""
-
-    def __init__(self, reader: PartReader) -> None:
-        self._reader = reader
-        self._tensors: list[tuple[StoredParameter, Tensor]] = []
-
-    def want(self, item: StoredParameter, flat: Tensor, prefix: str) -> None:
-        """``flat``: what belongs to the parameter under ``prefix``, all of its elements."""
-        rank = dist.get_rank(self._group(item, flat))
-        first, end = item.reads.get(rank, (0, 0))
-        self._reader.want(item.place(flat.dtype, prefix), first, flat[first:end])
-        self._tensors.append((item, flat))
-
-    def exchange(self) -> None:
-        """Collective over data-parallel ranks."""
-        for item, flat in self._tensors:
-            group = self._group(item, flat)
-            if dist.get_world_size(group) == 1:
-                continue
-            for rank, (first, end) in item.reads.items():
-                source = dist.get_global_rank(group, rank)
-                dist.broadcast(flat[first:end], source, group=group)
-
-    def _group(self, item: StoredParameter, flat: Tensor) -> Any:
-        return data_parallel_group(is_expert=item.is_expert, device=flat.device)
+def _exchange(shared: Sequence[tuple[StoredParameter, Tensor]]) -> None:
+    """Collective over data-parallel ranks: each gives the others the share that it has read."""
+    for item, flat in shared:
+        group = item.group(flat.device)
+        if dist.get_world_size(group) == 1:
+            continue
+        for rank, (first, end) in item.reads.items():
+            dist.broadcast(flat[first:end], dist.get_global_rank(group, rank), group=group)
 
 
 def _on_all_ranks(action: Callable[[], None]) -> None:
@@ -215,6 +188,6 @@ def _on_all_ranks(action: Callable[[], None]) -> None:
         action()
     except Exception as raised:  # noqa: BLE001 (raised below, on every rank)
         error = raised
-    first = next((other for other in gather_objects(error) if other is not None), None)
-    if first is not None:
-        raise first from error
+    for first in gather_objects(error):
+        if first is not None:
+            raise first from error

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -12,28 +11,24 @@ from torch import Tensor
 
 from megatron_rl.checkpoints import directory, facts
 from megatron_rl.checkpoints.hf import MAX_FILE_BYTES, ShardWriter, copy_companions, write_config
-from megatron_rl.config.number_formats import format_name
 from megatron_rl.models import Architecture
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.launch import from_first_rank
 
 
-class Exportable(Protocol):
-    """What an export takes of a MegatronPolicy. ``path`` is the HF directory it was built from."""
+def export_hf(
+    weights: Iterable[tuple[str, Tensor]],
+    path: Path,
+    source: Path,
+    arch: Architecture,
+    params: str,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Collective: writes weights, as ``gathered_weights`` gives them, as a HF directory.
 
-    path: Path
-    arch: Architecture
-    config: Any  # megatron's TransformerConfig
-
-    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: (HF name, whole tensor)."""
-        ...
-
-
-def export_hf(policy: Exportable, path: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Collective: writes the policy's weights as a HF directory, in their own number format.
-
-    ``path`` is replaced as a whole.
+    ``path`` is replaced as a whole. ``source``: the HF directory of the same model that has
+    config.json and the tokenizer; ``params``: number format of the weights.
 
     Raises:
         ValueError: the disk is full.
@@ -41,17 +36,16 @@ def export_hf(policy: Exportable, path: Path, *, max_file_bytes: int = MAX_FILE_
     partial = path.with_name(path.name + directory.PARTIAL)
     from_first_rank(lambda: directory.begin(path))
     writer = ShardWriter(partial, max_file_bytes)
-    failure = _write(policy.gathered_weights(), writer, dist.get_rank() == 0)
-    params = format_name(policy.config.params_dtype)
-    needed = facts.export_bytes(facts.num_parameters(policy.arch, 1), params)
+    failure = _write(weights, writer, dist.get_rank() == 0)
+    needed = facts.export_bytes(facts.num_parameters(arch, 1), params)
 
     def publish() -> None:
         with disk.room_for(partial, needed, f"the export {path.name}"):
             if failure is not None:
                 raise failure
             writer.close()
-            write_config(policy.path, partial, params)
-            copy_companions(policy.path, partial)
+            write_config(source, partial, params)
+            copy_companions(source, partial)
         directory.publish(path)
 
     from_first_rank(publish)

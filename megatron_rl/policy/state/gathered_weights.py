@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from megatron_rl.models.parameter_map import (
     layer_parameters,
     local_shape,
     outer_parameters,
-    parameter_slices,
+    part_of,
     shards,
     tensor_slices,
     vision_parameters,
@@ -31,26 +31,7 @@ from megatron_rl.models.parameter_map import (
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.state.weights import LocalParameter
 from megatron_rl.runtime.launch import gather_objects
-
-
-@dataclass(frozen=True)
-class Copy:
-    """``whole[target] = shard(member)[offset : offset + numel].view(shape)[source]``."""
-
-    member: int
-    offset: int
-    shape: tuple[int, ...]
-    source: tuple[slice, ...]
-    target: tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class Whole:
-    """One HF tensor, and the copies that together fill it."""
-
-    name: str
-    shape: tuple[int, ...]
-    copies: list[Copy]
+from megatron_rl.types import Shard
 
 
 @dataclass(frozen=True)
@@ -59,13 +40,17 @@ class Unit:
 
     ``members[i]`` are those of rank i of ``group``, ``numel`` numbers each. Without a group the
     only member is the rank itself.
+
+    Attributes:
+        tensors: name of each HF tensor, and the shards that together fill it. Their offsets count
+            in the flat ``[members, numel]`` of all members.
     """
 
     stage: int
     group: Any
     members: list[list[Parameter]]
     numel: int
-    tensors: list[Whole]
+    tensors: dict[str, list[Shard]]
 
 
 class Gather:
@@ -131,25 +116,23 @@ class Gather:
 
         Rank i of the group is tensor rank ``i % size``.
         """
+        numel = sum(
+            math.prod(local_shape(parameter, self._arch, self._vocab_rows, size))
+            for parameter in members[0]
+        )
         # In the order of the model, whichever rank gives the first part of a tensor.
-        copies: dict[str, list[Copy]] = {}
-        for parameters in members:
-            for parameter in parameters:
-                copies.update({name: [] for name in parameter.names})
-        numel = 0
+        names = [name for parameters in members for each in parameters for name in each.names]
+        tensors: dict[str, list[Shard]] = {name: [] for name in names}
         for member, parameters in enumerate(members):
-            numel = 0
+            rank = member % size
+            first = member * numel  # of the parameter, in the flat numbers of all members
             for parameter in parameters:
-                shape = local_shape(parameter, self._arch, self._vocab_rows, size)
                 # A parameter that is not cut is equal on all ranks: the first one gives it.
-                if parameter.slot.kind != "whole" or member % size == 0:
-                    rank = member % size
+                if parameter.slot.kind != "whole" or rank == 0:
                     for shard in shards(parameter, self._arch, self._vocab_rows, rank, size):
-                        source = parameter_slices(shard)
-                        target = tensor_slices(shard)
-                        copies[shard.name].append(Copy(member, numel, shape, source, target))
-                numel += math.prod(shape)
-        tensors = [Whole(name, _whole_shape(parts), parts) for name, parts in copies.items()]
+                        moved = replace(shard, offset=first + shard.offset)
+                        tensors[shard.name].append(moved)
+                first += math.prod(local_shape(parameter, self._arch, self._vocab_rows, size))
         return Unit(stage, group, members, numel, tensors)
 
     def run(
@@ -163,13 +146,11 @@ class Gather:
         sample = value(self.sample)
         for unit in self.units:
             flat = self._collect(unit, value, sample)
-            for tensor in unit.tensors:
-                whole = torch.empty(tensor.shape, dtype=sample.dtype, device=sample.device)
-                for copy in tensor.copies:
-                    end = copy.offset + math.prod(copy.shape)
-                    shard = flat[copy.member, copy.offset : end].view(copy.shape)
-                    whole[copy.target] = shard[copy.source]
-                yield tensor.name, whole
+            for name, inside in unit.tensors.items():
+                whole = sample.new_empty(inside[0].full)
+                for shard in inside:
+                    whole[tensor_slices(shard)] = part_of(flat, shard)
+                yield name, whole
 
     def _collect(self, unit: Unit, value: Callable[[Tensor], Tensor], sample: Tensor) -> Tensor:
         """``[members, numel]``: the flat shards of all members of the unit's group."""
@@ -200,9 +181,3 @@ def _tower_parts(arch: Architecture) -> list[list[Parameter]]:
         block = ".".join(parameter.slot.megatron.split(".")[:3])  # visual.blocks.<number>
         by_block.setdefault(block, []).append(parameter)
     return list(by_block.values())
-
-
-def _whole_shape(copies: Sequence[Copy]) -> tuple[int, ...]:
-    """What the targets of all copies reach to."""
-    axes = range(len(copies[0].target))
-    return tuple(max(copy.target[axis].stop for copy in copies) for axis in axes)

@@ -4,7 +4,7 @@ rank's to write and to read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron_rl.checkpoints.chunks import ArrayLocation, Box, Range, even_range
 from megatron_rl.policy.optimizer import parts
 
 Shard = ShardedTensor | ShardedTensorFactory
+Name = tuple[int, str]  # number of the model chunk, name in it
 STATE = "optimizer.state."
 REFERENCE = "reference."
 # Names of float32 master weights: of a distributed optimizer, and of one that every rank has whole.
@@ -45,36 +46,39 @@ class StoredParameter:
     """A parameter (or buffer) of this rank as a checkpoint has it.
 
     Args:
+        name: number of the model chunk, name in it.
         values: of the module; may be kept in FP8.
+        location: of the values, as the module has them.
         is_main: among tensor and pipeline ranks that have the same elements, this one writes them.
         states: None: it is not trained.
         writes: which elements this rank writes, of the weight and of all that belongs to it.
         reads: which elements of what all data-parallel ranks hold each of them reads, by rank;
             those that read nothing are left out.
-        is_expert: whether its data-parallel ranks are those of the experts.
     """
 
-    chunk: int
-    name: str
+    name: Name
     values: Tensor
-    key: str
-    array_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    may_differ: bool
+    location: ArrayLocation
     is_main: bool
     states: States | None
     writes: Range
     reads: Mapping[int, Range]
-    is_expert: bool
 
     def place(self, dtype: torch.dtype, prefix: str = "") -> ArrayLocation:
         """Location of what belongs to the parameter, under ``prefix`` and the parameter's key."""
-        key = prefix + self.key
-        return ArrayLocation(key, self.array_shape, dtype, self.boxes, self.may_differ)
+        return replace(self.location, key=prefix + self.location.key, dtype=dtype)
+
+    def group(self, device: torch.device) -> Any:
+        """The ranks that hold the same parameter; for tensors on the host, their gloo group."""
+        return _group(_is_expert(self.values), device)
 
 
-def data_parallel_group(*, is_expert: bool, device: torch.device) -> Any:
-    """The ranks that hold the same parameters; for tensors on the host, their gloo group."""
+def _is_expert(values: Tensor) -> bool:
+    """megatron marks the parameters of experts so."""
+    return not getattr(values, "allreduce", True)
+
+
+def _group(is_expert: bool, device: torch.device) -> Any:
     state = parallel_state
     if device.type == "cpu":
         if is_expert:
@@ -92,87 +96,61 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
         chunks: what ``sharded_state_dict`` of each model chunk returns.
     """
     states = optimizer_states(optimizer)
-    items = []
+    items: list[tuple[Name, Shard]] = []
     for chunk, shards in enumerate(chunks):
-        for name, shard in shards.items():
-            if isinstance(shard, Shard):
-                items.append((chunk, name, shard))
-    cut = Cut([(shard.data, states.get(shard.data)) for _, _, shard in items])
+        items += [((chunk, name), each) for name, each in shards.items() if isinstance(each, Shard)]
+    cuts = _cuts([(shard.data, states.get(shard.data)) for _, shard in items])
     found = []
-    for number, (chunk, name, shard) in enumerate(items):
-        pieces = _pieces(shard)
-        group_rank = cut.rank(number)
+    for (name, shard), (rank, writes, reads) in zip(items, cuts, strict=True):
         replica = shard.replica_id
-        assert isinstance(replica, tuple) and replica[-1] == group_rank, (
-            f"{name} is replica {replica} on data-parallel rank {group_rank}"
+        assert isinstance(replica, tuple) and replica[-1] == rank, (
+            f"{name} is replica {replica} on data-parallel rank {rank}"
         )
-        found.append(
-            StoredParameter(
-                chunk=chunk,
-                name=name,
-                values=shard.data,
-                key=pieces[0].key,
-                array_shape=tuple(pieces[0].global_shape),
-                boxes=_boxes(name, pieces, shard.data.numel()),
-                may_differ=any(piece.allow_shape_mismatch for piece in pieces),
-                # The last number is the data-parallel rank, whose share is cut separately.
-                is_main=not any(replica[:-1]),
-                states=states.get(shard.data),
-                writes=cut.writes[number],
-                reads=cut.reads[number],
-                is_expert=cut.is_expert(number),
-            )
-        )
+        # The last number is the data-parallel rank, whose share is cut separately.
+        is_main = not any(replica[:-1])
+        location = _location(name, shard)
+        of_states = states.get(shard.data)
+        found.append(StoredParameter(name, shard.data, location, is_main, of_states, writes, reads))
     return found
 
 
-class Cut:
-    """Which rank writes and reads which elements of (parameter, its states) number i.
+def _cuts(
+    held: Sequence[tuple[Tensor, States | None]],
+) -> list[tuple[int, Range, Mapping[int, Range]]]:
+    """Of each (parameter, its states): this rank among those that hold the same, what it writes,
+    and what each of them reads.
 
     What a distributed optimizer cuts is written as it cuts it: then a weight and its float32 master
     are on one rank. Everything else, and all reading of what every rank has, is cut evenly.
     """
-
-    def __init__(self, held: Sequence[tuple[Tensor, States | None]]) -> None:
-        self._held = held
-        self.reads: list[Mapping[int, Range]] = [{} for _ in held]
-        self.writes: list[Range] = [(0, 0) for _ in held]
-        for is_expert in (False, True):
-            mine = [number for number in range(len(held)) if self.is_expert(number) == is_expert]
-            for number, ranges in self._even(mine):
-                self.reads[number] = ranges
-            # Bytes a parameter: a trained one has moments.
-            for trained in (False, True):
-                alike = [number for number in mine if (held[number][1] is not None) == trained]
-                for number, ranges in self._even(alike):
-                    self.writes[number] = ranges.get(self.rank(number), (0, 0))
-        for number, (_, states) in enumerate(held):
+    cuts: dict[int, tuple[int, Range, Mapping[int, Range]]] = {}
+    for is_expert in (False, True):
+        mine = [number for number, each in enumerate(held) if _is_expert(each[0]) == is_expert]
+        if not mine:
+            continue
+        group = _group(is_expert, torch.device("cpu"))  # either group has the same ranks
+        rank = dist.get_rank(group)
+        reads = _even(held, mine, group)
+        # Bytes a parameter: a trained one has moments.
+        trained = [number for number in mine if held[number][1] is not None]
+        others = [number for number in mine if held[number][1] is None]
+        writes = _even(held, trained, group) | _even(held, others, group)
+        for number in mine:
+            states = held[number][1]
+            own = writes[number].get(rank, (0, 0))
             if states is not None and states.is_distributed:
-                self.writes[number] = states.span
+                own = states.span
+            cuts[number] = (rank, own, reads[number])
+    return [cuts[number] for number in range(len(held))]
 
-    def is_expert(self, number: int) -> bool:
-        """megatron marks the parameters of experts so."""
-        return not getattr(self._held[number][0], "allreduce", True)
 
-    def rank(self, number: int) -> int:
-        """Among the ranks that hold the same."""
-        return dist.get_rank(self._group(number))
-
-    def size(self, number: int) -> int:
-        """How many ranks hold the same."""
-        return dist.get_world_size(self._group(number))
-
-    def _group(self, number: int) -> Any:
-        host = torch.device("cpu")  # either group has the same ranks
-        return data_parallel_group(is_expert=self.is_expert(number), device=host)
-
-    def _even(self, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[int, Range]]]:
-        """Numbers of one group, each with its range on every rank that has one."""
-        if not numbers:
-            return
-        lengths = [self._held[number][0].numel() for number in numbers]
-        shares = even_ranges(lengths, self.size(numbers[0]))
-        yield from zip(numbers, shares, strict=True)
+def _even(
+    held: Sequence[tuple[Tensor, Any]], numbers: Sequence[int], group: Any
+) -> dict[int, dict[int, Range]]:
+    """Of each of ``numbers`` the range on every rank that has one."""
+    lengths = [held[number][0].numel() for number in numbers]
+    shares = even_ranges(lengths, dist.get_world_size(group))
+    return dict(zip(numbers, shares, strict=True))
 
 
 def _pieces(shard: Shard) -> list[ShardedTensor]:
@@ -186,23 +164,26 @@ def _pieces(shard: Shard) -> list[ShardedTensor]:
     return pieces
 
 
-def _boxes(name: str, pieces: Sequence[ShardedTensor], num_elements: int) -> tuple[Box, ...]:
+def _location(name: Name, shard: Shard) -> ArrayLocation:
+    pieces = _pieces(shard)
     boxes = []
+    end = 0
+    in_order = True
     for piece in sorted(pieces, key=lambda piece: _first(piece, len(pieces))):
-        # megatron leaves the axes in front (layers, experts) out of the local shape.
-        ones = (1,) * piece.prepend_axis_num
         first = _first(piece, len(pieces))
-        boxes.append(Box(tuple(piece.global_offset), (*ones, *piece.local_shape), first))
-    ends = [0]
-    for box in boxes:
-        ends.append(ends[-1] + torch.Size(box.sizes).numel())
+        # megatron leaves the axes in front (layers, experts) out of the local shape.
+        sizes = ((1,) * piece.prepend_axis_num) + tuple(piece.local_shape)
+        boxes.append(Box(tuple(piece.global_offset), sizes, first))
+        in_order &= first == end
+        end += torch.Size(sizes).numel()
     one_array = len({(piece.key, tuple(piece.global_shape)) for piece in pieces}) == 1
-    in_order = [box.first for box in boxes] == ends[:-1] and ends[-1] == num_elements
     contiguous = len(pieces) == 1 or all(piece.data.is_contiguous() for piece in pieces)
-    assert one_array and in_order and contiguous, (
+    assert one_array and in_order and end == shard.data.numel() and contiguous, (
         f"megatron cuts {name} into {pieces}, which are no rows of it one after the other"
     )
-    return tuple(boxes)
+    may_differ = any(piece.allow_shape_mismatch for piece in pieces)
+    shape = tuple(pieces[0].global_shape)
+    return ArrayLocation(pieces[0].key, shape, shard.data.dtype, tuple(boxes), may_differ)
 
 
 def _first(piece: ShardedTensor, count: int) -> int:

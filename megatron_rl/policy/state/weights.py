@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.checkpoints.hf import HfDirectory
+from megatron_rl.config.number_formats import format_name
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -29,7 +30,7 @@ from megatron_rl.models.parameter_map import (
     expert_parameters,
     layer_parameters,
     local_shape,
-    parameter_slices,
+    part_of,
     shards,
     vision_parameters,
 )
@@ -50,9 +51,10 @@ MAX_NAMES_SHOWN = 4
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """One parameter of this rank, and the shards of HF tensors in it.
+    """One parameter of this rank, and the shards of HF tensors in it, with its key and format.
 
-    ``name`` is its name in the chunk.
+    ``name`` is its name in the chunk. The head of a tied model, where a stage has a copy of it,
+    holds the embedding; padding of the vocabulary is in no shard.
     """
 
     chunk: int
@@ -60,6 +62,11 @@ class LocalParameter:
     tensor: Tensor
     parameter: Parameter
     shards: list[Shard]
+
+    @property
+    def key(self) -> str:
+        """Example: "0:decoder.layers.0.self_attention.linear_qkv.weight"."""
+        return f"{self.chunk}:{self.name}"
 
 
 def local_parameters(
@@ -72,19 +79,19 @@ def local_parameters(
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for name, tensor in model.named_parameters():
             parameter = _identify(name, layers, arch, ranks)
-            if parameter.expert is None:
-                rank = ranks.tensor_rank
-                size = ranks.tensor
-            else:
-                rank = ranks.expert_tensor_rank
-                size = ranks.expert_tensor
+            in_expert = parameter.expert is not None
+            rank = ranks.expert_tensor_rank if in_expert else ranks.tensor_rank
+            size = ranks.expert_tensor if in_expert else ranks.tensor
             shape = local_shape(parameter, arch, vocab_rows, size)
             assert tuple(tensor.shape) == shape, (
                 f"{name} is {tuple(tensor.shape)} in the model, {shape} in the map"
             )
             _mark(tensor, parameter, arch, vocab_rows)
-            inside = shards(parameter, arch, vocab_rows, rank, size)
-            held.append(LocalParameter(index, name, tensor, parameter, inside))
+            item = LocalParameter(index, name, tensor, parameter, [])
+            dtype = format_name(tensor.dtype)
+            for shard in shards(parameter, arch, vocab_rows, rank, size):
+                item.shards.append(replace(shard, key=item.key, dtype=dtype))
+            held.append(item)
     return held
 
 
@@ -108,9 +115,9 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
     if name == HEAD.megatron:
         slot = TIED_HEAD if arch.tied_embeddings else HEAD
         return Parameter(slot, slot.hf)
-    for slot in (EMBEDDING, FINAL_NORM):
-        if name == slot.megatron:
-            return Parameter(slot, slot.hf)
+    outer = {slot.megatron: slot for slot in (EMBEDDING, FINAL_NORM)}
+    if name in outer:
+        return Parameter(outer[name], outer[name].hf)
     if name.startswith(VISION):
         return next(each for each in vision_parameters(arch) if each.slot.megatron == name)
     in_layer = LAYER.fullmatch(name)
@@ -163,14 +170,13 @@ def load(
     problem: str | None = None
     own = [item for item in held if ranks is None or _reads(item, ranks)]
     try:
-        if own:
-            counts = _fill(own, arch, path)
+        counts = _fill(own, arch, path) if own else {}
     except ValueError as error:
         problem = str(error)
     everyone = gather_objects((problem, counts))
-    problems = [text for text, _ in everyone if text is not None]
-    if problems:
-        raise ValueError(problems[0])
+    for text, _ in everyone:
+        if text is not None:
+            raise ValueError(text)
     if ranks is not None:
         _copy_to_others(held, ranks)
     if require_finite:
@@ -219,7 +225,7 @@ def _fill(held: Sequence[LocalParameter], arch: Architecture, path: Path) -> dic
                 if not_finite([converted]):
                     count = int((~converted.isfinite()).sum())
                     counts[shard.name, shard.start, shard.shape] = count
-                values[parameter_slices(shard)] = converted
+                part_of(values, shard).copy_(converted)
             assign(item.tensor, values)
             ACTIVITY.note("reading the policy's weights")
     return counts
@@ -251,12 +257,11 @@ def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[_ShardKey, int]]) 
     for (name, _, _), count in sorted(by_shard.items()):
         by_name[name] = by_name.get(name, 0) + count
     if by_name:
-        counted = [f"{name} ({count} values)" for name, count in by_name.items()]
-        shown = ", ".join(counted[:MAX_NAMES_SHOWN])
-        more = ""
-        if len(counted) > MAX_NAMES_SHOWN:
-            more = f" and {len(counted) - MAX_NAMES_SHOWN} more"
+        shown = [f"{name} ({count} values)" for name, count in by_name.items()][:MAX_NAMES_SHOWN]
+        if len(by_name) > MAX_NAMES_SHOWN:
+            shown.append(f"and {len(by_name) - MAX_NAMES_SHOWN} more")
         raise ValueError(
-            f"model.path: {path} holds weights that are not finite: {shown}{more}; the run that"
-            " wrote them had failed, or the file is damaged: copy it again, or give another model"
+            f"model.path: {path} holds weights that are not finite: {', '.join(shown)}; the run"
+            " that wrote them had failed, or the file is damaged: copy it again, or give another"
+            " model"
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.reporting.comparison.runs import Run
 from megatron_rl.reporting.comparison.variants import Variant, all_runs
-from megatron_rl.reporting.metrics_file import Row, is_held_out, moving_mean
+from megatron_rl.reporting.metrics_file import is_held_out, moving_mean
 from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
 SMOOTHING = 20  # a curve of training is a moving mean over 1 / SMOOTHING of its steps
@@ -47,10 +47,9 @@ def run_curve(run: Run, key: str) -> Curve:
         rows = [row for row in run.rows_of(key) if key in row]
     else:
         rows = [row for row in run.rows if row["step"]]  # step 0 is before training
-    steps = [float(row["step"] or 0) for row in rows]
-    values = [row.get(key) for row in rows]
-    y = [np.nan if value is None else float(value) for value in values]
-    return Curve(np.array(steps), np.array(y, dtype=float))
+    # None, for what is missing or was not finite, becomes NaN.
+    steps = np.array([row["step"] for row in rows], dtype=float)
+    return Curve(steps, np.array([row.get(key) for row in rows], dtype=float))
 
 
 def smoothing_width(variants: Sequence[Variant]) -> int:
@@ -72,9 +71,7 @@ def variant_band(variant: Variant, key: str, width: int) -> Band | None:
     if is_held_out(key):
         return band_of(curves)
     band = band_of([Curve(curve.x, moving_mean(curve.y, width)) for curve in curves])
-    if len(curves) > 1 or width == 1:
-        return band
-    return replace(band, raw=curves[0])
+    return band if len(curves) > 1 or width == 1 else replace(band, raw=curves[0])
 
 
 def band_of(curves: Sequence[Curve]) -> Band:
@@ -90,34 +87,22 @@ def band_of(curves: Sequence[Curve]) -> Band:
     table = np.full((len(curves), len(x)), np.nan)
     for row, curve in zip(table, curves, strict=True):
         row[np.searchsorted(x, curve.x)] = curve.y
+    median, low, high = np.full((3, len(x)), np.nan)
     some = np.isfinite(table).any(axis=0)  # numpy warns of the median of a column of NaN
-    median = np.full(len(x), np.nan)
-    low = median.copy()
-    high = median.copy()
     median[some] = np.nanmedian(table[:, some], axis=0)
     low[some] = np.nanmin(table[:, some], axis=0)
     high[some] = np.nanmax(table[:, some], axis=0)
     return Band(x, median, low, high, tuple(curves))
 
 
-def _pass_curve(run: Run) -> Curve | None:
-    """pass@k over k at the last evaluation: that after the training where there is one, else that
-    of the training; None where it has fewer than two k."""
-    for rows in (run.evaluation, run.rows):
-        row = _last_with_several_k(rows)
-        if row is not None:
-            ks = pass_at_ks([row])
-            values = [float(row[f"{PASS_AT}{k}"] or 0.0) for k in ks]
-            return Curve(np.array(ks, dtype=float), np.array(values))
-    return None
-
-
 def pass_band(variant: Variant) -> Band | None:
     """pass@k over k of the runs of a variant; None where none has several k."""
-    curves = [curve for run in variant.counted if (curve := _pass_curve(run)) is not None]
+    curves = []
+    for run in variant.counted:
+        # The last evaluation: that after the training where there is one.
+        rows = [row for row in (*run.rows, *run.evaluation) if len(pass_at_ks([row])) > 1]
+        if rows:
+            ks = pass_at_ks(rows[-1:])
+            values = [float(rows[-1][f"{PASS_AT}{k}"] or 0.0) for k in ks]
+            curves.append(Curve(np.array(ks, dtype=float), np.array(values)))
     return band_of(curves) if curves else None
-
-
-def _last_with_several_k(rows: Sequence[Row]) -> Row | None:
-    fitting = [row for row in rows if len(pass_at_ks([row])) > 1]
-    return fitting[-1] if fitting else None

@@ -1,14 +1,20 @@
-"""Bands of variants on axes, in colors that people with defective color vision tell apart."""
+"""Figures of variants, in colors that people with defective color vision tell apart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
 from megatron_rl.reporting.comparison.curves import Band
 
@@ -24,124 +30,147 @@ _MARKS = 7  # on a curve of training
 _HELD_OUT_MARKS = 16
 MAX_BANDS = 4  # variants whose bands can be told apart in one set of axes
 MAX_SINGLES = 10  # runs whose single curves can
+_PANEL_SIZE = (4.4, 3.0)  # inches
+_LARGE_SIZE = (6.6, 4.2)
+_MANY = 6  # variants; panels of more are larger
+_MAX_TITLE = 44  # characters above one set of axes
+# A label may hold a dollar sign, which is no mathematics.
+_RC: dict[Any, Any] = {"text.parse_math": False, "font.size": 9.0, "axes.titlesize": 10.0}
 
 
 @dataclass(frozen=True)
-class Style:
-    """Color, dash and marker of a variant, the same in every figure."""
-
-    color: str
-    dash: Dash
-    marker: str
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A variant's band and how it is drawn.
+class Drawing:
+    """One set of axes.
 
     Attributes:
-        order: its place in the legend.
+        label: of the y axis.
+        bands: one a variant, None where it has no value.
+        axis: label of the x axis; ``step``, or one of powers of 2.
     """
 
+    title: str
     label: str
-    style: Style
-    band: Band
-    order: int
+    bands: Sequence[Band | None]
+    held_out: bool
+    axis: str = "step"
 
 
-def style_of(order: int) -> Style:
-    """The style of the variant at this place. The first, the baseline, has the color of the text;
-    of the others colors and dashes together repeat after 24, and markers before that."""
-    if order == 0:
-        return Style(_INK, _SOLID, _MARKERS[0])
+def style_of(order: int) -> dict[str, Any]:
+    """The line of the variant at this place, as matplotlib takes it; the same in every figure.
+
+    The first, the baseline, has the color of the text; of the others colors and dashes together
+    repeat after 24, and markers before that.
+    """
     # Dashes advance with the colors, so that neighbors differ in both, and are moved by one at each
     # turn of the colors: variants 1 and 7 are both blue, with dash 0 and dash 1.
     turn, color = divmod(order - 1, len(_COLORS))
-    dash = _DASHES[(color + turn) % len(_DASHES)]
-    return Style(_COLORS[color], dash, _MARKERS[order % len(_MARKERS)])
+    return {
+        "color": _COLORS[color] if order else _INK,
+        "linestyle": _DASHES[(color + turn) % len(_DASHES)] if order else _SOLID,
+        "marker": _MARKERS[order % len(_MARKERS)],
+        "linewidth": 1.8,
+    }
 
 
-def draw_variants(axes: Axes, variants: Sequence[Drawn], *, held_out: bool) -> None:
-    """Medians strong; bands and single runs faint, where few enough to be told apart."""
-    bands = len(variants) <= MAX_BANDS
-    singles = sum(len(variant.band.singles) for variant in variants) <= MAX_SINGLES
-    for variant in variants:
-        _draw_spread(axes, variant, bands=bands, singles=singles)
-    for variant in variants:  # above the spread of all variants
-        _draw_median(axes, variant, _HELD_OUT_MARKS if held_out else _MARKS)
+def draw_bands(axes: Axes, bands: Sequence[Band | None], *, held_out: bool) -> None:
+    """Medians strong; ranges and single runs faint, where few enough to be told apart."""
+    # A variant keeps its style in every figure, so its place is counted among all of them.
+    present = [(order, band) for order, band in enumerate(bands) if band is not None]
+    with_range = len(present) <= MAX_BANDS
+    with_singles = sum(len(band.singles) for _, band in present) <= MAX_SINGLES
+    for order, band in present:
+        _draw_spread(axes, band, style_of(order)["color"], with_range, with_singles)
+    for order, band in present:  # above the spread of all variants
+        _draw_median(axes, band, order, _HELD_OUT_MARKS if held_out else _MARKS)
 
 
-def _draw_spread(axes: Axes, variant: Drawn, *, bands: bool, singles: bool) -> None:
-    """Draws the range and the single runs of a variant."""
-    band = variant.band
-    color = variant.style.color
+def _draw_spread(axes: Axes, band: Band, color: str, with_range: bool, with_singles: bool) -> None:
     if band.raw is not None:
         axes.plot(band.raw.x, band.raw.y, color=color, alpha=0.25, linewidth=0.8)
     if len(band.singles) < 2:
         return
-    if bands:
+    if with_range:
         axes.fill_between(band.x, band.low, band.high, color=color, alpha=0.15, linewidth=0)
-    if singles:
-        for curve in band.singles:
-            axes.plot(curve.x, curve.y, color=color, alpha=0.3, linewidth=0.8)
+    for curve in band.singles if with_singles else ():
+        axes.plot(curve.x, curve.y, color=color, alpha=0.3, linewidth=0.8)
 
 
-def _draw_median(axes: Axes, variant: Drawn, num_marks: int) -> None:
-    """Draws the median of a variant with markers, whose places differ between variants."""
-    x = variant.band.x
-    median = variant.band.median
-    alone = _alone(median)
-    axes.plot(x[alone], median[alone], "o", color=variant.style.color, markersize=2)
+def _draw_median(axes: Axes, band: Band, order: int, num_marks: int) -> None:
+    """The median with markers, whose places differ between variants."""
+    # Finite values between two gaps get a point: a line has nothing to draw there.
+    finite = np.isfinite(band.median)
+    padded = np.pad(finite, 1)
+    alone = finite & ~padded[:-2] & ~padded[2:]
+    axes.plot(band.x[alone], band.median[alone], "o", color=style_of(order)["color"], markersize=2)
     # 70 steps, 7 marks: the first variant has its marks at 0, 10, 20, ..., the next at 2, 12, ...
-    every = max(1, len(x) // num_marks)
+    every = max(1, len(band.x) // num_marks)
     axes.plot(
-        x,
-        median,
-        color=variant.style.color,
-        linestyle=variant.style.dash,
-        linewidth=1.8,
-        marker=variant.style.marker,
+        band.x,
+        band.median,
+        **style_of(order),
         markersize=4.5,
-        markevery=(variant.order * 2 % every, every),
+        markevery=(order * 2 % every, every),
     )
 
 
-def _alone(values: np.ndarray) -> np.ndarray:
-    """A mask of finite values between two gaps, where a line has nothing to draw."""
-    finite = np.isfinite(values)
-    before = np.concatenate([[False], finite[:-1]])
-    after = np.concatenate([finite[1:], [False]])
-    return finite & ~before & ~after
+def write_png(drawings: Sequence[Drawing], labels: Sequence[str], path: Path) -> None:
+    """All drawings in one file, with the legend of all variants on top."""
+    size = _LARGE_SIZE if len(labels) > _MANY else _PANEL_SIZE
+    columns = 2 if len(labels) > _MANY else min(3, max(len(drawings), 2))  # the legend needs two
+    rows = ceil(len(drawings) / columns)
+    legend_columns = len(labels) if len(labels) <= 4 else 3
+    legend_height = 0.25 * ceil(len(labels) / legend_columns) + 0.15
+    with matplotlib.rc_context(_RC):
+        figure = Figure((size[0] * columns, size[1] * rows + legend_height), 110)
+        figure.set_layout_engine("constrained")
+        FigureCanvasAgg(figure)  # needs no display, and leaves pyplot's global state alone
+        figure.legend(
+            [Line2D([], [], **style_of(order)) for order in range(len(labels))],
+            labels,
+            loc="outside upper center",
+            ncols=legend_columns,
+            frameon=False,
+            handlelength=4,
+        )
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in grid.flat[len(drawings) :]:
+            axes.set_visible(False)
+        for axes, drawing in zip(grid.flat, drawings, strict=False):  # the last row may be short
+            _draw(axes, drawing)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without the version of matplotlib, so that the same runs give the same bytes.
+        figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def finish(axes: Axes, x_label: str, y_label: str) -> None:
-    """Labels, ticks and grid."""
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label, parse_math=False)
+def _draw(axes: Axes, drawing: Drawing) -> None:
+    draw_bands(axes, drawing.bands, held_out=drawing.held_out)
+    axes.set_title(_fitted(drawing.title), loc="left", parse_math=False)
+    axes.set_xlabel(drawing.axis)
+    axes.set_ylabel(drawing.label, parse_math=False)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def show_zero(axes: Axes) -> None:
-    """Values that are not negative begin at zero where that is near."""
-    low = axes.dataLim.y0
-    high = axes.dataLim.y1
+    low, high = axes.dataLim.y0, axes.dataLim.y1
     if high == 0 and low == 0:  # nothing but zeros, of what is a share most of the time
         axes.set_ylim(0, 1)
-    elif 0 <= low < high / 2:
+    elif 0 <= low < high / 2:  # values that are not negative begin at zero where that is near
         axes.set_ylim(bottom=0)
+    if drawing.axis != "step":
+        # After the scale, which sets locators and formatter of its own: ticks at the k alone,
+        # written 8 and not 2^3.
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(np.unique(np.concatenate([band.x for band in drawing.bands if band])))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
 
 
-def legend_line(style: Style) -> Line2D:
-    """The line of a variant in a legend."""
-    return Line2D(
-        [0, 1],
-        [0, 0],
-        color=style.color,
-        linestyle=style.dash,
-        linewidth=1.8,
-        marker=style.marker,
-        markersize=5,
+def _fitted(title: str) -> str:
+    """A title that does not reach into the next axes: a data source, after the colon, may have a
+    long name."""
+    lines = [title]
+    if len(title) > _MAX_TITLE:
+        lines = title.replace(": ", ":\n", 1).split("\n")
+    return "\n".join(
+        line if len(line) <= _MAX_TITLE else f"{line[: _MAX_TITLE - 3]}..." for line in lines
     )

@@ -13,16 +13,15 @@ from urllib.parse import quote
 from markdown_it import MarkdownIt
 
 from megatron_rl.reporting.comparison.curves import SMOOTHING, smoothing_width
-from megatron_rl.reporting.comparison.figures import panels_to_draw, write_png
-from megatron_rl.reporting.comparison.panels import HEADINGS
-from megatron_rl.reporting.comparison.samples import Sample, samples_of
+from megatron_rl.reporting.comparison.drawing import write_png
+from megatron_rl.reporting.comparison.panels import drawings_of
+from megatron_rl.reporting.comparison.samples import samples_of, shortened_text
 from megatron_rl.reporting.comparison.scores import LAST_ROWS, last_value
 from megatron_rl.reporting.comparison.tables import (
     Entry,
     Table,
     cost_table,
     differing_versions,
-    evaluation_table,
     method_table,
     runs_table,
     settings_table,
@@ -38,7 +37,7 @@ _HOW_TO_READ = (
     f"{LAST_ROWS} steps. Only finished runs count, where a variant has any. A difference is the "
     "mean over common seeds of variant minus baseline; where no seed is common, means are compared "
     "unpaired (Welch). Student's interval decides the word: with a handful of seeds the bootstrap "
-    "is too narrow. The best mean is the largest over all evaluations, and as such too good."
+    "is too narrow."
 )
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -89,9 +88,6 @@ def write_report(
     lines += [*_heading(2, "Methods"), _plain_markdown(_HOW_TO_READ), ""]
     for metric in metrics:
         lines += [*_heading(3, metric), *_table_lines(method_table(variants, metric), out)]
-    evaluation = evaluation_table(variants)
-    if evaluation:
-        lines += [*_heading(2, "Evaluated after the training"), *_table_lines(evaluation, out)]
     lines += [*_heading(2, "Cost"), *_table_lines(cost_table(variants), out)]
     lines += [*_heading(2, "Curves"), _plain_markdown(_curves_text(variants)), ""]
     for heading, file in _write_figures(variants, out):
@@ -121,8 +117,7 @@ def _html_of(markdown: str, folder: Path) -> str:
         return f'src="data:image/png;base64,{b64encode((folder / match[1]).read_bytes()).decode()}"'
 
     body = re.sub(rf'src="({_FIGURES}/[a-z0-9-]+\.png)"', inline, body)
-    heading = re.search("<h1>(.*?)</h1>", body, re.DOTALL)
-    title = heading[1] if heading else "Report"
+    _, title = re.split("</?h1>", body)[:2]
     # One pass: a title that holds the word BODY stays as it is.
     return re.sub("TITLE|BODY", lambda match: title if match[0] == "TITLE" else body, _PAGE)
 
@@ -136,7 +131,7 @@ def _plain_markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", escape(one_line, quote=False))
 
 
-def fenced(text: str) -> str:
+def _fenced(text: str) -> str:
     """Text as a block of Markdown that nothing in it can end: the fence has a backtick more than
     the longest row of them in the text."""
     longest = max(map(len, re.findall("`+", text)), default=0)
@@ -152,37 +147,30 @@ def _table_lines(table: Table, out: Path) -> Iterator[str]:
     """A table with its caption above; links are relative to the report."""
     if table.caption:
         yield from (_plain_markdown(table.caption), "")
-    yield _row([_plain_markdown(column) for column in table.columns])
-    yield f"|{'---|' * len(table.columns)}"
+    columns = list(table.rows[0]) if table.rows else []
+    yield f"| {' | '.join(map(_plain_markdown, columns))} |"
+    yield f"|{'---|' * len(columns)}"
     for row in table.rows:
-        yield _row([_entry(entry, out) for entry in row])
+        yield f"| {' | '.join(_entry(row[column], out) for column in columns)} |"
     yield ""
-
-
-def _row(entries: Sequence[str]) -> str:
-    return f"| {' | '.join(entries)} |"
 
 
 def _entry(entry: Entry, out: Path) -> str:
     if isinstance(entry, str):
         return _plain_markdown(entry)
-    links = []
-    for link in entry:
-        address = quote(Path(os.path.relpath(link.path, out)).as_posix())
-        links.append(f"[{_plain_markdown(link.text)}](<{address}>)")
-    return " ".join(links)
+    addresses = [quote(Path(os.path.relpath(path, out)).as_posix()) for path in entry]
+    links = zip(entry, addresses, strict=True)
+    return " ".join(f"[{_plain_markdown(path.name)}](<{address}>)" for path, address in links)
 
 
 def _write_figures(variants: Sequence[Variant], out: Path) -> Iterator[tuple[str, str]]:
     """Writes one PNG a heading that has a metric; yields heading and path from ``out``."""
-    drawable = panels_to_draw(variants)
-    for heading in HEADINGS:
+    for heading, drawings in drawings_of(variants).items():
         name = re.sub(r"[^a-z0-9]+", "-", heading.lower())
         path = out / _FIGURES / f"{name}.png"
         path.unlink(missing_ok=True)
-        panels = [panel for panel in drawable if panel.heading == heading]
-        if panels:
-            write_png(panels, variants, path)
+        if drawings:
+            write_png(drawings, [variant.label for variant in variants], path)
             yield heading, f"{_FIGURES}/{path.name}"
 
 
@@ -197,19 +185,14 @@ def _sample_lines(variants: Sequence[Variant]) -> tuple[list[str], list[str]]:
         if samples:
             lines += _heading(3, f"{variant.label} ({run.name})")
         for sample in samples:
-            lines += [_plain_markdown(_sample_text(sample)), ""]
-            for text in (sample.prompt, sample.response, sample.answer):
-                lines += [fenced(text), ""]
+            verdict = "right" if sample["correct"] else "wrong"
+            cut = ", cut by the length limit" if sample.get("truncated") else ""
+            reward = shortened_text(sample.get("reward"))
+            about = f"Step {sample['step']}, {verdict}, reward {reward}{cut}."
+            lines += [_plain_markdown(f"{about} Prompt, response, right answer:"), ""]
+            for key in ("prompt_text", "response", "answer"):
+                lines += [_fenced(shortened_text(sample.get(key))), ""]
     return lines, damaged
-
-
-def _sample_text(sample: Sample) -> str:
-    verdict = "right" if sample.correct else "wrong"
-    cut = ", cut by the length limit" if sample.truncated else ""
-    return (
-        f"Step {sample.step}, {verdict}, reward {sample.reward}{cut}. Prompt, response, right"
-        " answer:"
-    )
 
 
 def _summary(variants: Sequence[Variant]) -> str:
@@ -217,14 +200,9 @@ def _summary(variants: Sequence[Variant]) -> str:
     finished = sum(run.finished for run in runs)
     steps = sorted({run.steps_wanted for run in runs})
     return (
-        f"{_counted(len(runs), 'run')} in {_counted(len(variants), 'variant')} of equal settings, "
-        f"{finished} finished; steps of a run: {' or '.join(map(str, steps))}. "
-        f"Baseline: {variants[0].label}."
+        f"{len(runs)} runs of {len(variants)} variants, {finished} finished; steps of a run:"
+        f" {' or '.join(map(str, steps))}. Baseline: {variants[0].label}."
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _curves_text(variants: Sequence[Variant]) -> str:
@@ -234,7 +212,7 @@ def _curves_text(variants: Sequence[Variant]) -> str:
     if width > 1:
         smoothing = (
             f" Curves of training are moving means over {width} steps (1/{SMOOTHING} of the "
-            "longest run); of a variant with one run the unsmoothed values stand behind."
+            "longest run); of a variant with one run the unsmoothed values are faint."
         )
     return (
         "Strong: median over the runs of a variant that have a value at the step. Band: smallest "

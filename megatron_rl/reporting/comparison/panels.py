@@ -1,12 +1,16 @@
-"""The metrics that curves show, with heading and unit."""
+"""The metrics that figures show, with heading and unit, and their drawings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from megatron_rl.reporting.comparison.curves import pass_band, smoothing_width, variant_band
+from megatron_rl.reporting.comparison.drawing import Drawing, write_png
+from megatron_rl.reporting.comparison.runs import Run
 from megatron_rl.reporting.comparison.variants import Variant, all_runs
-from megatron_rl.reporting.metrics_file import Row, is_held_out
+from megatron_rl.reporting.metrics_file import Row, is_held_out, read_metrics
 from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
 SOURCES = "eval/accuracy/"
@@ -17,27 +21,24 @@ PASS = "pass@k"
 REWARD = "Reward in training"
 LENGTH = "Length of responses"
 _EXPLORATION = "Entropy and KL"
-_CLIPPING = "Clipping and gradient"
+_CLIP = "Clipping and gradient"
 _SPEED = "Time"
+HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, _EXPLORATION, _CLIP, _SPEED)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: a metric over the steps.
+    """A metric over the steps.
 
     Attributes:
         label: of the y axis, with the unit.
+        heading: the figure that it is part of.
     """
 
     key: str
     title: str
     label: str
     heading: str
-
-    @property
-    def held_out(self) -> bool:
-        """Taken at a few steps, and not smoothed."""
-        return is_held_out(self.key)
 
 
 _ACCURACY = "share of responses"
@@ -58,31 +59,49 @@ _FIXED = (
     Panel("entropy/mean", "Entropy during the update", _NATS, _EXPLORATION),
     Panel("kl/reference_mean", "KL to the reference", _NATS, _EXPLORATION),
     Panel("policy/kl_old_mean", "KL to the policy that sampled", _NATS, _EXPLORATION),
-    Panel(
-        "policy/clip_up_positive_share", "Advantage > 0, ratio above the clip", _CLIPPED, _CLIPPING
-    ),
-    Panel(
-        "policy/clip_down_negative_share",
-        "Advantage < 0, ratio below the clip",
-        _CLIPPED,
-        _CLIPPING,
-    ),
-    Panel(
-        "policy/clip_down_positive_share",
-        "Advantage > 0, ratio below the clip",
-        _CLIPPED,
-        _CLIPPING,
-    ),
-    Panel(
-        "policy/clip_up_negative_share", "Advantage < 0, ratio above the clip", _CLIPPED, _CLIPPING
-    ),
-    Panel("optim/grad_norm", "Gradient norm before clipping", "norm", _CLIPPING),
+    Panel("mismatch/logprob_abs_diff_max", "Largest gap to the sampler", _NATS, _EXPLORATION),
+    Panel("policy/clip_up_positive_share", "Advantage > 0, above the clip", _CLIPPED, _CLIP),
+    Panel("policy/clip_down_negative_share", "Advantage < 0, below the clip", _CLIPPED, _CLIP),
+    Panel("policy/clip_down_positive_share", "Advantage > 0, below the clip", _CLIPPED, _CLIP),
+    Panel("policy/clip_up_negative_share", "Advantage < 0, above the clip", _CLIPPED, _CLIP),
+    Panel("optim/grad_norm", "Gradient norm before clipping", "norm", _CLIP),
     Panel("time/step_s", "Duration of a step", "seconds", _SPEED),
     Panel("throughput/response_tokens_per_s", "Throughput", "response tokens/s", _SPEED),
 )
-HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, _EXPLORATION, _CLIPPING, _SPEED)
 # Where the clip takes no gradient away, a panel of zeros says nothing.
 _LEFT_OUT_IF_ZERO = ("policy/clip_down_positive_share", "policy/clip_up_negative_share")
+
+
+def drawings_of(variants: Sequence[Variant]) -> dict[str, list[Drawing]]:
+    """All that the runs have values for, by heading; pass@k over k is the last of its own."""
+    width = smoothing_width(variants)
+    drawings: dict[str, list[Drawing]] = {heading: [] for heading in HEADINGS}
+    for panel in panels_of(variants):
+        bands = [variant_band(variant, panel.key, width) for variant in variants]
+        drawing = Drawing(panel.title, panel.label, bands, is_held_out(panel.key))
+        drawings[panel.heading].append(drawing)
+    over_k = [pass_band(variant) for variant in variants]
+    if any(over_k):
+        title = "pass@k over k, last evaluation"
+        drawings[PASS].append(Drawing(title, _PROMPTS, over_k, True, "k (responses)"))
+    return drawings
+
+
+def draw_curves(metrics_jsonl: Path, out: Path) -> None:
+    """Draws all curves of one run into ``out``, a PNG, named after the run's folder.
+
+    Raises:
+        ValueError: no metrics file, or nothing in it to draw.
+    """
+    rows = read_metrics(metrics_jsonl)
+    name = metrics_jsonl.resolve().parent.name
+    variants = [Variant(name, (Run(metrics_jsonl.parent, name, {}, {}, rows, [], True),))]
+    drawings = [each for group in drawings_of(variants).values() for each in group] if rows else []
+    if not drawings:
+        raise ValueError(
+            f"{metrics_jsonl}: has none of the metrics of the figure; let the run finish a step"
+        )
+    write_png(drawings, [name], out)
 
 
 def panels_of(variants: Sequence[Variant]) -> list[Panel]:
@@ -95,23 +114,17 @@ def panels_of(variants: Sequence[Variant]) -> list[Panel]:
     for run in all_runs(variants):
         trained += run.rows
         later += run.evaluation
-    present: set[str] = set()
-    for row in trained:
-        present.update(key for key, value in row.items() if value is not None)
+    rows = [*trained, *later]
+    present = {key for row in trained for key, value in row.items() if value is not None}
     # Of an evaluation after the training only pass@k is drawn; all of it stands in a table.
     present |= {f"{PASS_AT}{k}" for k in pass_at_ks(later)}
-    every_row = [*trained, *later]
-    sources = sorted(key for key in present if key.startswith(SOURCES))
-    by_source = [
-        Panel(key, f"Held-out accuracy: {key.removeprefix(SOURCES)}", _ACCURACY, HELD_OUT)
-        for key in sources
-    ]
-    passes = [
-        Panel(f"{PASS_AT}{k}", f"Held-out pass@{k}", _PROMPTS, PASS)
-        for k in some(pass_at_ks(every_row))
-    ]
-    panels = [panel for panel in (*_FIXED, *by_source, *passes) if panel.key in present]
-    panels = [panel for panel in panels if not _says_nothing(panel, every_row)]
+    panels = [panel for panel in _FIXED if panel.key in present]
+    for key in sorted(key for key in present if key.startswith(SOURCES)):
+        title = f"Held-out accuracy: {key.removeprefix(SOURCES)}"
+        panels.append(Panel(key, title, _ACCURACY, HELD_OUT))
+    for k in some(pass_at_ks(rows)):
+        panels.append(Panel(f"{PASS_AT}{k}", f"Held-out pass@{k}", _PROMPTS, PASS))
+    panels = [panel for panel in panels if not _says_nothing(panel.key, rows)]
     return sorted(panels, key=lambda panel: HEADINGS.index(panel.heading))
 
 
@@ -121,8 +134,7 @@ def unit_of(key: str) -> str | None:
         return _ACCURACY
     if key.startswith(PASS_AT):
         return _PROMPTS
-    labels = {panel.key: panel.label for panel in _FIXED}
-    return labels.get(key)
+    return {panel.key: panel.label for panel in _FIXED}.get(key)
 
 
 def some(ks: Sequence[int]) -> list[int]:
@@ -136,13 +148,10 @@ def some(ks: Sequence[int]) -> list[int]:
     return [ks[round(number * gap)] for number in range(_MAX_PASS_AT)]
 
 
-def _says_nothing(panel: Panel, rows: Sequence[Row]) -> bool:
+def _says_nothing(key: str, rows: Sequence[Row]) -> bool:
     """Zeros where those are the rule; pass@1 that is the accuracy, and accuracy that is the mean
     reward: each would be the same panel twice."""
-    if panel.key in _LEFT_OUT_IF_ZERO:
-        return not any(row.get(panel.key) for row in rows)
-    if panel.key == f"{PASS_AT}1":
-        return all(row.get(panel.key) == row.get("eval/accuracy") for row in rows)
-    if panel.key == "reward/accuracy":
-        return all(row.get(panel.key) == row.get("reward/mean") for row in rows)
-    return False
+    twins = {f"{PASS_AT}1": "eval/accuracy", "reward/accuracy": "reward/mean"}
+    if key in twins:
+        return all(row.get(key) == row.get(twins[key]) for row in rows)
+    return key in _LEFT_OUT_IF_ZERO and not any(row.get(key) for row in rows)

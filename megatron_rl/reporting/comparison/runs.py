@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_rl.config.keys import flat
 from megatron_rl.reporting.metrics_file import Row, read_metrics
 from megatron_rl.reporting.pass_at_k import PASS_AT
 
@@ -23,8 +24,6 @@ REQUEUE = "requeue"
 ABSENT = "(absent)"
 
 Record = Mapping[str, Any]  # config.json
-Settings = Mapping[str, Any]  # the same under dotted names
-Flatten = Callable[[Record], Settings]
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class Run:
 
     Attributes:
         name: its path below the folder that was searched.
+        settings: the record under dotted names.
         rows: its metrics.
         evaluation: metrics of an evaluation after the training; may be empty.
     """
@@ -40,7 +40,7 @@ class Run:
     folder: Path
     name: str
     record: Record
-    settings: Settings
+    settings: Mapping[str, Any]
     rows: list[Row]
     evaluation: list[Row]
     finished: bool
@@ -74,29 +74,18 @@ class Run:
             return self.evaluation
         return self.rows
 
-    def path(self, name: str) -> Path:
-        """A file of the run, whether or not it exists."""
-        return self.folder / name
 
-
-@dataclass(frozen=True)
-class Found:
-    """Runs in the order of the folders and of their names.
-
-    Attributes:
-        problems: one sentence on each run that cannot be read, or only in part.
-    """
+class Found(NamedTuple):
+    """Runs in the order of the folders and of their names; a sentence on each run that cannot be
+    read, or only in part."""
 
     runs: list[Run]
     problems: list[str]
 
 
-def find_runs(places: Sequence[Path], flatten: Flatten) -> Found:
+def find_runs(places: Sequence[Path]) -> Found:
     """Every run in or below ``places``: a folder with the ``config.json`` of a run and a
     ``metrics.jsonl``. What lies below a run is part of it.
-
-    Args:
-        flatten: the settings of a ``config.json`` under dotted names.
 
     Raises:
         ValueError: a place does not exist, or no run can be read.
@@ -112,14 +101,12 @@ def find_runs(places: Sequence[Path], flatten: Flatten) -> Found:
             if real in seen:
                 continue
             seen.add(real)
-            name = _name(folder, place)
+            inner = folder.relative_to(place).as_posix()
+            name = real.name if inner == "." else inner
             try:
-                run, partial = _read(folder, name, flatten)
+                runs.append(_read(folder, name, problems))
             except (ValueError, OSError) as error:
                 problems.append(f"{name}: left out: {error}")
-                continue
-            problems += [f"{name}: {problem}" for problem in partial]
-            runs.append(run)
     if not runs:
         listed = ", ".join(map(str, places))
         reasons = "".join(f"\n  - {problem}" for problem in problems)
@@ -159,19 +146,12 @@ def _looks_like_run(folder: Path, files: Sequence[str]) -> bool:
     return isinstance(record, dict) and "run_dir" in record
 
 
-def _name(folder: Path, place: Path) -> str:
-    """The path below ``place``, the folder's own name for ``place`` itself."""
-    inner = folder.relative_to(place).as_posix()
-    return folder.resolve().name if inner == "." else inner
-
-
-def _read(folder: Path, name: str, flatten: Flatten) -> tuple[Run, list[str]]:
-    """The run, and what of it is damaged but not needed."""
+def _read(folder: Path, name: str, problems: list[str]) -> Run:
+    """The run; what of it is damaged but not needed is added to ``problems``."""
     record = _record(folder / CONFIG)
     rows = _rows(folder / METRICS)
     if not rows:
         raise ValueError(f"{METRICS} has no row yet")
-    problems = []
     evaluation: list[Row] = []
     path = folder / EVALUATION / METRICS
     if path.is_file():
@@ -179,15 +159,15 @@ def _read(folder: Path, name: str, flatten: Flatten) -> tuple[Run, list[str]]:
         try:
             evaluation = _rows(path)
         except (ValueError, OSError) as error:
-            problems.append(f"its evaluation is not shown: {error}")
-    settings = flatten(record)
+            problems.append(f"{name}: its evaluation is not shown: {error}")
+    settings = dict(flat(record))
     done = int(rows[-1]["step"] or 0)
     # A run is over after its last step. Where it may end before, the figure tells, the last thing
     # that a run writes; where it may not, that figure is of its end before it was made longer.
     ended = (folder / CURVES).is_file() and not (folder / REQUEUE).exists()
     may_end_early = settings.get("evaluation.stop_after") is not None
     finished = done >= int(settings["trainer.num_steps"]) or (may_end_early and ended)
-    return Run(folder, name, record, settings, rows, evaluation, finished), problems
+    return Run(folder, name, record, settings, rows, evaluation, finished)
 
 
 def _rows(path: Path) -> list[Row]:
@@ -209,11 +189,10 @@ def _record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged ({error})") from None
-    has_sections = isinstance(record, dict) and isinstance(record.get("trainer"), dict)
-    if not has_sections or not isinstance(record.get("seed"), int):
-        raise ValueError(f"{path.name} is not that of a run: it lacks seed or trainer")
-    if not isinstance(record["trainer"].get("num_steps"), int):
-        raise ValueError(f"{path.name} is not that of a run: it lacks trainer.num_steps")
+    settings = dict(flat(record)) if isinstance(record, dict) else {}
+    for key in ("seed", "trainer.num_steps"):
+        if not isinstance(settings.get(key), int):
+            raise ValueError(f"{path.name} is not that of a run: it lacks {key}")
     return record
 
 

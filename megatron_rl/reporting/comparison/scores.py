@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import isfinite
 from statistics import fmean, median
-
-import numpy as np
-from scipy import stats
 
 from megatron_rl.reporting.comparison.runs import Run
 from megatron_rl.reporting.comparison.variants import Variant
-from megatron_rl.reporting.intervals import Interval, bootstrap, student
+from megatron_rl.reporting.intervals import Interval, bootstrap, student, welch
 from megatron_rl.reporting.metrics_file import is_held_out, series
 
-LEVEL = 0.95
 LAST_ROWS = 10  # a metric of training is the mean of its last values: one step is noise
-_RESAMPLES = 10_000
-_LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/reward", "reward/")
 
 
 @dataclass(frozen=True)
@@ -28,12 +22,10 @@ class VariantScore:
     Attributes:
         values: of each seed, the mean over its runs.
         steps: at which they were taken.
-        best: (step, mean over the runs) where that is largest; None where larger is not better.
     """
 
     values: Mapping[int, float]
     steps: tuple[int, ...]
-    best: tuple[int, float] | None
 
     @property
     def mean(self) -> float:
@@ -42,7 +34,7 @@ class VariantScore:
     @property
     def interval(self) -> Interval:
         """Student's interval of the mean over seeds."""
-        return student(list(self.values.values()), LEVEL)
+        return student(list(self.values.values()))
 
 
 @dataclass(frozen=True)
@@ -70,19 +62,6 @@ class Comparison:
         return "higher" if self.student.mean > 0 else "lower"
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Means over the counted runs of a variant. None: no run says."""
-
-    steps: float
-    response_tokens: float | None  # of the responses that were trained
-    sampled_tokens: float | None  # with those that were thrown away
-    training_seconds: float | None  # of the steps, without start, evaluation and checkpoints
-    evaluation_seconds: float | None
-    seconds_per_step: float | None  # median over the steps
-    processes: tuple[int, ...]
-
-
 def score(variant: Variant, metric: str) -> VariantScore | None:
     """None where no counted run has a finite value."""
     by_seed: dict[int, list[float]] = {}
@@ -95,7 +74,7 @@ def score(variant: Variant, metric: str) -> VariantScore | None:
     if not by_seed:
         return None
     values = {seed: fmean(found) for seed, found in sorted(by_seed.items())}
-    return VariantScore(values, tuple(sorted(steps)), _best(variant.counted, metric))
+    return VariantScore(values, tuple(sorted(steps)))
 
 
 def last_value(run: Run, metric: str) -> tuple[int, float] | None:
@@ -120,109 +99,45 @@ def compare(variant: VariantScore, baseline: VariantScore) -> Comparison:
     common = sorted(variant.values.keys() & baseline.values.keys())
     if common:
         differences = [variant.values[seed] - baseline.values[seed] for seed in common]
-        return Comparison(len(common), bootstrap(differences, LEVEL), student(differences, LEVEL))
-    values = list(variant.values.values())
-    others = list(baseline.values.values())
-    return Comparison(0, _bootstrap_unpaired(values, others), welch(values, others))
+        return Comparison(len(common), bootstrap(differences), student(differences))
+    means = (list(variant.values.values()), list(baseline.values.values()))
+    return Comparison(0, bootstrap(*means), welch(*means))
 
 
-def welch(values: Sequence[float], others: Sequence[float]) -> Interval:
-    """The interval of mean(values) - mean(others), drawn independently with variances of their own.
+def cost(variant: Variant) -> dict[str, float | None]:
+    """The mean cost of the counted runs of a variant, by the name of its column; None: no run says.
 
-    Source: Welch 1947, The generalization of Student's problem.
+    Training are the steps alone, without start, evaluation and checkpoints.
     """
-    mean = fmean(values) - fmean(others)
-    if min(len(values), len(others)) < 2:
-        return Interval(mean, -inf, inf)
-    if not np.ptp(values) and not np.ptp(others):  # Welch's degrees of freedom would be 0 / 0
-        return Interval(mean, mean, mean)
-    result = stats.ttest_ind(values, others, equal_var=False)
-    low, high = result.confidence_interval(LEVEL)
-    return Interval(mean, float(low), float(high))
-
-
-def _bootstrap_unpaired(values: Sequence[float], others: Sequence[float]) -> Interval:
-    mean = fmean(values) - fmean(others)
-    if min(len(values), len(others)) < 2:
-        return Interval(mean, -inf, inf)
-    result = stats.bootstrap(
-        (np.asarray(values, dtype=np.float64), np.asarray(others, dtype=np.float64)),
-        lambda a, b, axis: np.mean(a, axis=axis) - np.mean(b, axis=axis),
-        n_resamples=_RESAMPLES,
-        confidence_level=LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    low, high = result.confidence_interval
-    return Interval(mean, float(low), float(high))
-
-
-def cost(variant: Variant) -> Cost:
-    """The mean cost of the counted runs of a variant."""
     runs = variant.counted
-    return Cost(
-        steps=fmean(_num_steps(run) for run in runs),
-        response_tokens=_mean([_tokens(run, sampled=False) for run in runs]),
-        sampled_tokens=_mean([_tokens(run, sampled=True) for run in runs]),
-        training_seconds=_mean([_total(run, "time/step_s") for run in runs]),
-        evaluation_seconds=_mean([_total(run, "time/evaluation_s") for run in runs]),
-        seconds_per_step=_mean([_median(run, "time/step_s") for run in runs]),
-        processes=tuple(sorted({int(run.record.get("world_size") or 0) for run in runs})),
-    )
+    step_seconds = [series(run.rows, "time/step_s")[1] for run in runs]
+    evaluations = [series(run.rows, "time/evaluation_s")[1] for run in runs]
+    return {
+        "steps": fmean(sum(bool(row["step"]) for row in run.rows) for run in runs),
+        "response tokens": _mean(sum, [_tokens(run, sampled=False) for run in runs]),
+        "sampled tokens": _mean(sum, [_tokens(run, sampled=True) for run in runs]),
+        "training [s]": _mean(sum, step_seconds),
+        "evaluation [s]": _mean(sum, evaluations),
+        "median step [s]": _mean(median, step_seconds),
+    }
 
 
-def _best(runs: Sequence[Run], metric: str) -> tuple[int, float] | None:
-    """The best mean over the steps at which every run has a value."""
-    if not metric.startswith(_LARGER_IS_BETTER):
-        return None
-    curves = []
-    for run in runs:
-        steps, values = series(run.rows_of(metric), metric)
-        curves.append(dict(zip(steps, values, strict=True)))
-    common = set.intersection(*map(set, curves))
-    if not common:
-        return None
-    means = {step: fmean(curve[step] for curve in curves) for step in sorted(common)}
-    step = max(means, key=means.__getitem__)  # of equals the earliest
-    return step, means[step]
+def _mean(of_run: Callable[[list[float]], float], runs: Sequence[list[float]]) -> float | None:
+    """``of_run`` of the values of each run, averaged over those that have any: what a run does not
+    say is not 0."""
+    present = [of_run(values) for values in runs if values]
+    return fmean(present) if present else None
 
 
-def _num_steps(run: Run) -> int:
-    return sum(1 for row in run.rows if row["step"])
-
-
-def _tokens(run: Run, *, sampled: bool) -> float | None:
-    """Response tokens of all steps; ``sampled``: with those of responses that were not trained."""
+def _tokens(run: Run, *, sampled: bool) -> list[float]:
+    """Response tokens of each step; ``sampled``: with those of responses that were not trained."""
     of_steps = []
     for row in run.rows:
         mean = row.get("rollout/response_tokens_mean")
         count = row.get("rollout/num_responses")
-        unused = row.get("throughput/unused_tokens_share") or 0.0
-        if mean is None or count is None:
-            continue
-        tokens = mean * count
-        # The share is one of all sampled tokens: 300 that were trained and a share of 0.25 are 400.
-        if sampled and unused < 1:
-            tokens /= 1 - unused
-        of_steps.append(tokens)
-    return _sum(of_steps)
-
-
-def _total(run: Run, key: str) -> float | None:
-    _, values = series(run.rows, key)
-    return _sum(values)
-
-
-def _median(run: Run, key: str) -> float | None:
-    _, values = series(run.rows, key)
-    return median(values) if values else None
-
-
-def _sum(values: Sequence[float]) -> float | None:
-    """None of no values: what a run does not say is not 0."""
-    return sum(values) if values else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
+        discarded = row.get("throughput/discarded_tokens_share") or 0.0
+        if mean is not None and count is not None:
+            # The share is one of all sampled tokens: 300 that were trained and 0.25 are 400.
+            left = 1 - discarded if sampled and discarded < 1 else 1.0
+            of_steps.append(mean * count / left)
+    return of_steps

@@ -52,10 +52,6 @@ class Variant:
         return any(run.finished for run in self.runs)
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(sorted({run.seed for run in self.runs}))
-
-    @property
     def repeated_seeds(self) -> tuple[int, ...]:
         """Seeds of more than one run."""
         counts = Counter(run.seed for run in self.runs)
@@ -83,14 +79,9 @@ def variants_of(runs: Sequence[Run], trains_alike: TrainsAlike) -> list[Variant]
                 break
         else:
             groups.append([run])
-    split: list[list[Run]] = []
-    for group in groups:
-        split += _split(group)
-    variants = []
-    for label, group in zip(_labels(split), split, strict=True):
-        by_seed = sorted(group, key=lambda run: run.seed)
-        variants.append(Variant(label, tuple(by_seed)))
-    return variants
+    split = [part for group in groups for part in _split(group)]
+    by_seed = [tuple(sorted(group, key=lambda run: run.seed)) for group in split]
+    return list(map(Variant, _labels(split), by_seed))
 
 
 def choose_baseline(variants: Sequence[Variant], label: str | None) -> Variant:
@@ -103,10 +94,8 @@ def choose_baseline(variants: Sequence[Variant], label: str | None) -> Variant:
     if label is None:
         plain = [variant for variant in variants if variant.runs[0].method == "grpo"]
         return plain[0] if plain else variants[0]
-    exact = [variant for variant in variants if variant.label == label]
-    words = set(label.split())
-    fitting = exact
-    if words and not exact:
+    fitting = [variant for variant in variants if variant.label == label]
+    if not fitting and (words := set(label.split())):
         fitting = [variant for variant in variants if words <= set(variant.label.split())]
     if len(fitting) == 1:
         return fitting[0]
@@ -140,28 +129,18 @@ def shown(value: Any) -> str:
 def varying_keys(runs: Sequence[Run]) -> list[str]:
     """Settings that are not the same in all runs, in the order of ``config.json``; without what
     belongs to one run alone, and without versions."""
-    varying = []
-    for key in setting_keys(runs):
-        if within(key, (*_OF_A_RUN, *_NO_SETTING)):
-            continue
-        if len(distinct([run.setting(key) for run in runs])) > 1:
-            varying.append(key)
-    return varying
+    keys = [key for key in setting_keys(runs) if not within(key, (*_OF_A_RUN, *_NO_SETTING))]
+    return [key for key in keys if len(distinct([run.setting(key) for run in runs])) > 1]
 
 
 def setting_keys(runs: Sequence[Run]) -> list[str]:
     """Dotted keys that some run has, each once, in the order of ``config.json``."""
-    keys: dict[str, None] = {}
-    for run in runs:
-        keys |= dict.fromkeys(run.settings)
-    return list(keys)
+    return list(dict.fromkeys(key for run in runs for key in run.settings))
 
 
 def _alike(first: Run, other: Run, trains_alike: TrainsAlike) -> bool:
-    for key in _MEASURED:
-        if first.settings.get(key) != other.settings.get(key):
-            return False
-    return trains_alike(first.record, other.record)
+    measured_alike = all(first.settings.get(key) == other.settings.get(key) for key in _MEASURED)
+    return measured_alike and trains_alike(first.record, other.record)
 
 
 def _split(group: list[Run]) -> Iterator[list[Run]]:
@@ -187,18 +166,13 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
     names = _short_names(chosen)
     labels = []
     for run in firsts:
-        words = [
-            f"{names[key]}={_short(run.settings[key])}" for key in chosen if key in run.settings
-        ]
+        own = [key for key in chosen if key in run.settings]
+        words = [f"{names[key]}={_short(run.settings[key])}" for key in own]
         labels.append(" ".join(words) or run.name)
     # Variants may differ in what no label names, such as the code of a plug-in.
-    repeated = {label for label in labels if labels.count(label) > 1}
-    numbers: Counter[str] = Counter()
-    for index, label in enumerate(labels):
-        if label in repeated:
-            numbers[label] += 1
-            labels[index] = f"{label} ({numbers[label]})"
-    return labels
+    numbered = [f"{each} ({labels[:place].count(each) + 1})" for place, each in enumerate(labels)]
+    pairs = zip(labels, numbered, strict=True)
+    return [label if labels.count(label) == 1 else new for label, new in pairs]
 
 
 def _telling_keys(groups: Sequence[Sequence[Run]]) -> list[str]:
@@ -209,10 +183,8 @@ def _telling_keys(groups: Sequence[Sequence[Run]]) -> list[str]:
     """
     firsts = [group[0] for group in groups]
     # What varies within a group cannot stand in its label.
-    constant = []
-    for key in varying_keys(firsts):
-        if all(_is_constant(key, group) for group in groups):
-            constant.append(key)
+    varying = [set(varying_keys(group)) for group in groups]
+    constant = [key for key in varying_keys(firsts) if not any(key in each for each in varying)]
     # The method first: it is what one looks for. Fingerprints last: they say that something
     # differs, not what.
     constant.sort(key=lambda key: key != "method.name")
@@ -231,10 +203,6 @@ def _values_text(run: Run, keys: Sequence[str]) -> str:
     """The values of some keys as one text: those that are lists could not be told apart by a set or
     be the key of a mapping."""
     return shown([run.settings.get(key) for key in keys])
-
-
-def _is_constant(key: str, runs: Sequence[Run]) -> bool:
-    return len(distinct([run.settings.get(key) for run in runs])) == 1
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:

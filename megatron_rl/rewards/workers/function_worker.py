@@ -1,80 +1,54 @@
-"""Calls the user's reward function inside its worker.
-
-The function is imported once and keeps its state; what it returns is checked.
-"""
+"""Calls the user's reward function inside its worker, and checks what it returns."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import math
-import pickle
-import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from megatron_rl.plugins import import_function, load_plugins
+from megatron_rl.plugins import import_function
 from megatron_rl.rewards.base import Task
-from megatron_rl.rewards.workers.messages import WorkerSetup, read_frame, reason, refuse, send
+from megatron_rl.rewards.registry import require_two_arguments
+from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 
 _KEY = "reward.function"
 
 
-def serve_function(lane: socket.socket, setup: WorkerSetup) -> int:
-    """Answers batches until the trainer closes the lane; returns the exit code."""
-    try:
-        load_plugins(setup.plugins)
-        function = _imported(str(setup.function))
-    except ValueError as error:
-        return refuse(lane, str(error))
-    send(lane, {"ready": True})
-    # One event loop for all calls: a client of a service keeps its connections.
-    with asyncio.Runner() as runner:
-        while (frame := read_frame(lane)) is not None:
-            tasks, responses = pickle.loads(frame)
-            send(lane, _call(function, tasks, responses, runner))
-            sys.stdout.flush()
-    return 0
-
-
-def _imported(spec: str) -> Callable[..., Any]:
-    """The function ``spec`` names.
+class FunctionJudge:
+    """The function, imported once: it keeps its state.
 
     Raises:
-        ValueError: it cannot be imported, is not a function, or does not take two arguments.
+        ValueError: it cannot be imported, or it does not take two arguments.
     """
-    function = import_function(spec, _KEY)
-    try:
-        inspect.signature(function).bind([], [])
-    except TypeError as error:
-        raise ValueError(
-            f"{_KEY} = {spec}: cannot be called as function(tasks, responses) ({error}); give it"
-            " these two"
-        ) from error
-    except ValueError:
-        return function  # written in C: without a signature there is nothing to check
-    return function
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._function = import_function(str(setup.function), _KEY)
+        require_two_arguments(self._function, setup.name, "tasks, responses")
+        # One event loop for all calls: a client of a service keeps its connections.
+        self._runner = asyncio.Runner()
+
+    def verify(self, tasks: Sequence[Task], responses: Sequence[str]) -> dict[str, Any]:
+        """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` of the whole call."""
+        try:
+            returned = self._function(list(tasks), list(responses))
+            if inspect.isawaitable(returned):
+                returned = self._runner.run(_awaited(returned))
+            returned = _in_order(returned)
+        except Exception as error:  # noqa: BLE001 - the user's code; the reason is kept
+            return {"problem": reason(error)}
+        if len(returned) != len(responses):
+            counts = f"{len(returned)} rewards for {len(responses)} responses"
+            return {"problem": f"ValueError: it returned {counts}"}
+        return {"scores": [score(value) for value in returned]}
 
 
-def _call(
-    function: Callable[..., Any],
-    tasks: Sequence[Task],
-    responses: Sequence[str],
-    runner: asyncio.Runner,
-) -> dict[str, Any]:
-    """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` of the whole call."""
-    try:
-        returned = function(list(tasks), list(responses))
-        if inspect.isawaitable(returned):
-            returned = runner.run(_awaited(returned))
-        returned = list(returned)
-    except Exception as error:  # noqa: BLE001 - the user's code; the reason is kept
-        return {"problem": reason(error)}
-    if len(returned) != len(responses):
-        counts = f"{len(returned)} rewards for {len(responses)} responses"
-        return {"problem": f"ValueError: it returned {counts}"}
-    return {"scores": [score(value) for value in returned]}
+def _in_order(returned: Any) -> list[Any]:
+    """The values of a call. Of a mapping ``list`` would take the keys, and a set has no order."""
+    if isinstance(returned, Mapping | Set | str | bytes):
+        raise TypeError(f"it returned a {type(returned).__name__}, not a list with one value each")
+    return list(returned)
 
 
 def score(value: Any) -> dict[str, Any]:

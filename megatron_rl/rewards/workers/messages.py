@@ -36,14 +36,16 @@ class WorkerSetup:
     format_pattern: str | None
     function: str | None
 
+    @property
+    def name(self) -> str:
+        """For messages: ``reward.verifier = math``."""
+        if self.function is not None:
+            return f"reward.function = {self.function}"
+        return f"reward.verifier = {', '.join(self.verifiers)}"
+
 
 def send(lane: socket.socket, *replies: dict[str, Any]) -> None:
     lane.sendall(json.dumps(replies).encode("ascii") + b"\n")
-
-
-def refuse(lane: socket.socket, reason: str) -> int:
-    send(lane, {"refused": reason})
-    return 1
 
 
 def reason(error: BaseException) -> str:

@@ -11,234 +11,201 @@ every worker.
 from __future__ import annotations
 
 import math
-import selectors
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.workers.messages import WorkerSetup
-from megatron_rl.rewards.workers.server import Lane, WorkerServer
+from megatron_rl.rewards.workers.server import RewardWorker, WorkerServer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 
 _GRACE_S = 1.0  # the worker's own timer acts first
-_START_TIMEOUT_S = 120.0
-# A longer response is not judged, as a part of it could have another answer.
-_MAX_RESPONSE_CHARACTERS = 1_000_000
+_START_TIMEOUT_S = 600.0  # the import of a reward function may load a model
+_MAX_DEATHS = 3  # of a worker in a row, while it starts
 _MAX_CHUNK = 32
+_SECONDS_FOR_A_THREAD = 0.002
 
-Item = tuple[str | None, Task, str]  # verifier (None: only the format is wanted), task, response
 Reply = dict[str, Any]
 
 
-@dataclass
-class _Work:
-    """The rows that a worker has not answered, in order, and when it last answered one."""
-
-    rows: deque[int] = field(default_factory=deque)
-    since: float = 0.0
-
-
 class WorkerPool:
-    """``num_workers`` workers of one server.
+    """``num_workers`` workers of one server, each served by a thread.
 
     ``restarts`` counts the workers that died or were killed.
     """
 
-    def __init__(self, setup: WorkerSetup, *, num_workers: int, step_timeout_s: float) -> None:
-        self._setup = setup
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        *,
+        limit: tuple[str, float],
+        num_workers: int = 1,
+        step_timeout_s: float = math.inf,
+    ) -> None:
+        """``limit``: seconds for one item, with the key of the configuration that sets them."""
+        self.setup = setup
+        self._limit = limit
         self._num_workers = num_workers
         self._step_timeout_s = step_timeout_s
         self._server = WorkerServer(setup)
-        self._work: dict[Lane, _Work] = {}
-        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self._workers: list[RewardWorker] = []
+        self._seconds_each = math.inf  # of a verdict, in the last call
+        self._threads = ThreadPoolExecutor(num_workers, "verifier")
         self.restarts = 0
-
-    @property
-    def verifiers(self) -> tuple[str, ...]:
-        """Names of the verifiers its workers have."""
-        return self._setup.verifiers
 
     def start(self) -> None:
         """Starts the workers in the background, so that they import while the trainer builds."""
-        while len(self._work) < self._num_workers:
-            self._add_lane()
+        while len(self._workers) < self._num_workers:
+            self._workers.append(self._server.worker())
+
+    def wait_until_ready(self) -> None:
+        """Returns when a worker has imported what it needs; raises as ``judge``."""
+        self.start()
+        self._ready(0)
 
     def close(self) -> None:
         """Ends all workers."""
-        for lane in list(self._work):
-            self._drop(lane)
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
         self._server.close()
+        self._threads.shutdown()
 
-    def verify(self, items: Sequence[Item]) -> list[Reply]:
-        """One reply an item: ``accuracy``, ``format``, ``problem``.
+    def judge(self, items: Sequence[Any]) -> list[Reply]:
+        """What a worker answers to each item; ``accuracy``, ``format`` and ``problem`` where there
+        is no answer.
 
         Takes at most ``step_timeout_s`` and a second.
 
         Raises:
-            ValueError: the workers cannot import a plug-in.
+            ValueError: the workers cannot import a plug-in or the user's function.
             RuntimeError: the workers cannot be started.
         """
         self.start()
-        batch = PendingResponses(items, self._step_timeout_s)
-        waiting_since = time.monotonic()
-        while batch.unanswered:
-            now = time.monotonic()
-            # The batch's time begins with the first worker that is ready.
-            if batch.ends_at is None and any(lane.ready for lane in self._work):
-                batch.ends_at = now + self._step_timeout_s
-            if batch.ends_at is None and now > waiting_since + _START_TIMEOUT_S:
-                raise RuntimeError(
-                    f"no worker of the verifiers was ready within {_START_TIMEOUT_S:g} s"
-                )
-            if batch.ends_at is not None and now > batch.ends_at:
-                self._give_up(batch)
-                break
-            self._hand_out(batch, now)
-            self._exchange(batch, self._patience(batch, now))
-            self._stop_overdue(batch)
-        return batch.replies
-
-    def _hand_out(self, batch: PendingResponses, now: float) -> None:
-        # Small enough that the last rows of a batch do not all wait behind one worker.
-        share = min(_MAX_CHUNK, math.ceil(len(batch.waiting) / self._num_workers))
-        for lane, work in self._work.items():
-            if lane.ready and not work.rows and batch.waiting:
-                work.rows.extend(batch.take(share))
-                work.since = now
-                lane.queue([batch.items[row] for row in work.rows])
-
-    def _exchange(self, batch: PendingResponses, patience_s: float) -> None:
-        """Writes and reads what does not block; waits for that for at most ``patience_s``."""
-        for lane in list(self._work):
-            if lane.wants_to_write and not lane.write():
-                self._lost(lane, batch)
-        for lane in self._work:
-            # A socket can nearly always be written: asked for without need, it would not wait.
-            events = selectors.EVENT_READ
-            if lane.wants_to_write:
-                events |= selectors.EVENT_WRITE
-            self._selector.modify(lane.sock, events, lane)
-        for key, _ in self._selector.select(patience_s):
-            lane = key.data
-            replies = lane.read()
-            if replies is None:
-                self._lost(lane, batch)
-            for reply in replies or ():
-                self._take(lane, reply, batch)
-
-    def _take(self, lane: Lane, reply: Reply, batch: PendingResponses) -> None:
-        work = self._work[lane]
-        work.since = time.monotonic()
-        ACTIVITY.note("judging responses")
-        if "refused" in reply:
-            raise ValueError(reply["refused"])
-        if "pid" in reply:
-            lane.pid = reply["pid"]
-        elif "ready" in reply:
-            lane.ready = True
-            self._server.works()
-        else:
-            batch.answer(work.rows.popleft(), reply)
-            if reply.get("last"):
-                # It had not begun the others; back to the front, in their order.
-                batch.waiting.extendleft(reversed(work.rows))
-                self._replace(lane)
-
-    def _lost(self, lane: Lane, batch: PendingResponses) -> None:
-        """Replaces a worker that ended by itself or was killed from outside."""
-        self._return(lane, batch, "the process that judged it died")
-
-    def _stop_overdue(self, batch: PendingResponses) -> None:
-        limit_s = self._setup.options.timeout_s
-        now = time.monotonic()
-        within = f"within reward.timeout_s = {limit_s:g} s"
-        for lane, work in list(self._work.items()):
-            if work.rows and now > work.since + limit_s + _GRACE_S:
-                problem = f"no verdict {within}, and its worker had to be killed"
-                self._return(lane, batch, problem)
-
-    def _return(self, lane: Lane, batch: PendingResponses, problem: str) -> None:
-        """Replaces a worker and hands out its rows again, one at a time.
-
-        Which of them it was judging is unknown, because verdicts are sent some at a time.
-        """
-        rows = self._work[lane].rows
-        if len(rows) == 1:
-            batch.answer(rows[0], _not_judged(problem))
-        else:
-            batch.alone.update(rows)
-            batch.waiting.extendleft(reversed(rows))
-        self._replace(lane)
-
-    def _give_up(self, batch: PendingResponses) -> None:
-        for lane, work in list(self._work.items()):
-            if work.rows:
-                self._replace(lane)
+        # To wake a thread takes longer than many verdicts: the work must be worth it.
+        worth = self._seconds_each * len(items) / _SECONDS_FOR_A_THREAD
+        batch = _Batch(items, math.ceil(max(1, min(self._num_workers, len(items), worth))))
+        began = time.monotonic()
+        others = range(1, batch.num_workers)
+        served = [self._threads.submit(self._serve, number, batch) for number in others]
+        try:
+            self._serve(0, batch)
+        finally:
+            wait(served)
+        for end in served:
+            end.result()  # raises what its thread met
+        self._seconds_each = (time.monotonic() - began) * batch.num_workers / max(1, len(items))
         problem = f"reward.step_timeout_s = {self._step_timeout_s:g} s was used up before its turn"
-        for row, reply in enumerate(batch.replies):
-            if not reply:
-                batch.answer(row, _not_judged(problem))
+        return [reply or _not_judged(problem) for reply in batch.replies]
 
-    def _patience(self, batch: PendingResponses, now: float) -> float:
-        """Seconds until the next limit."""
-        ends = [now + 1.0]
-        if batch.ends_at is not None:
-            ends = [batch.ends_at]
-        for work in self._work.values():
-            if work.rows:
-                ends.append(work.since + self._setup.options.timeout_s + _GRACE_S)
-        # A millisecond beyond the limit, so that it has passed when the wait is over.
-        return max(0.0, min(ends) - now + 0.001)
+    def _serve(self, number: int, batch: _Batch) -> None:
+        """The thread of one worker, until no item is waiting or the batch's time is up."""
+        while batch.waiting and time.monotonic() < batch.ends_at:
+            self._ready(number)
+            # The batch's time begins with the first worker that is ready.
+            batch.begin(self._step_timeout_s)
+            rows = batch.take()
+            if rows:
+                self._judge_rows(number, rows, batch)
 
-    def _replace(self, lane: Lane) -> None:
-        self._drop(lane)
-        self.restarts += 1
-        self._server.is_gone()  # if so, the next lane starts another server
-        self._add_lane()
-
-    def _add_lane(self) -> None:
-        lane = self._server.lane()
-        self._work[lane] = _Work()
-        self._selector.register(lane.sock, selectors.EVENT_READ, lane)
-
-    def _drop(self, lane: Lane) -> None:
-        self._selector.unregister(lane.sock)
-        del self._work[lane]
-        lane.kill()
-
-
-class PendingResponses:
-    """Items to judge, and their replies so far."""
-
-    def __init__(self, items: Sequence[Item], step_timeout_s: float) -> None:
-        self.items = items
-        self.replies: list[Reply] = [{} for _ in items]
-        self.unanswered = len(items)
-        self.waiting: deque[int] = deque()
-        self.alone: set[int] = set()  # rows that a worker gets one at a time
-        self.ends_at: float | None = None
-        for row, (_, _, response) in enumerate(items):
-            if len(response) > _MAX_RESPONSE_CHARACTERS:
-                problem = f"it is too long to judge: over {_MAX_RESPONSE_CHARACTERS} characters"
-                self.answer(row, _not_judged(problem))
+    def _judge_rows(self, number: int, rows: deque[int], batch: _Batch) -> None:
+        worker = self._workers[number]
+        key, seconds = self._limit
+        try:
+            ends_at = min(time.monotonic() + seconds + _GRACE_S, batch.ends_at)
+            worker.send([batch.items[row] for row in rows], ends_at)
+            while rows:
+                for reply in worker.replies(ends_at):
+                    batch.replies[rows.popleft()] = reply
+                    if reply.get("last"):
+                        batch.put_back(rows)  # it had not begun them
+                        self._replace(number)
+                        return
+                ACTIVITY.note("judging responses")
+                ends_at = min(time.monotonic() + seconds + _GRACE_S, batch.ends_at)
+        except OSError as error:
+            self._replace(number)
+            problem = "the process that judged it died"
+            if isinstance(error, TimeoutError):
+                problem = (
+                    f"no verdict within {key} = {seconds:g} s, and its worker had to be killed"
+                )
+            if time.monotonic() >= batch.ends_at:
+                return  # none of them has an answer
+            # Verdicts are sent some at a time, so which row it was judging is unknown: they are
+            # handed out again, one by one.
+            if len(rows) > 1:
+                batch.put_back(rows, alone=True)
             else:
-                self.waiting.append(row)
+                batch.replies[rows[0]] = _not_judged(problem)
 
-    def take(self, most: int) -> list[int]:
-        """Rows for one worker: at most so many, and a row of ``alone`` by itself."""
-        rows = [self.waiting.popleft()]
-        while self.waiting and len(rows) < most:
-            if rows[0] in self.alone or self.waiting[0] in self.alone:
-                break
-            rows.append(self.waiting.popleft())
+    def _ready(self, number: int) -> None:
+        """Waits until a worker is ready; for another one where it dies before."""
+        what = self.setup.name
+        ends_at = time.monotonic() + _START_TIMEOUT_S
+        num_deaths = 0
+        while True:
+            try:
+                self._workers[number].wait_until_ready(ends_at)
+            except TimeoutError:
+                raise RuntimeError(
+                    f"{what}: no worker was ready within {_START_TIMEOUT_S:g} s"
+                ) from None
+            except OSError:
+                server_is_gone = self._replace(number)
+                num_deaths += not server_is_gone  # which is counted by itself
+                if num_deaths >= _MAX_DEATHS:
+                    raise RuntimeError(f"{what}: its process dies while importing it") from None
+            else:
+                self._server.works()
+                return
+
+    def _replace(self, number: int) -> bool:
+        """Another worker in place of one that is lost; whether its server is gone as well."""
+        self._workers[number].kill()
+        self.restarts += 1
+        server_is_gone = self._server.is_gone()  # if so, the next worker starts another one
+        self._workers[number] = self._server.worker()
+        return server_is_gone
+
+
+class _Batch:
+    """Items to judge, and their replies so far, for several threads."""
+
+    def __init__(self, items: Sequence[Any], num_workers: int) -> None:
+        self.items = items
+        self.num_workers = num_workers
+        self.replies: list[Reply] = [{} for _ in items]
+        self.waiting = deque(range(len(items)))
+        self.ends_at = math.inf
+        self._alone: set[int] = set()  # rows that a worker gets one at a time
+        self._lock = threading.Lock()
+
+    def begin(self, seconds: float) -> None:
+        with self._lock:
+            self.ends_at = min(self.ends_at, time.monotonic() + seconds)
+
+    def take(self) -> deque[int]:
+        """Rows for one worker, a row of ``_alone`` by itself; few enough that the last rows of a
+        batch do not all wait for one worker."""
+        rows: deque[int] = deque()
+        with self._lock:
+            most = min(_MAX_CHUNK, math.ceil(len(self.waiting) / self.num_workers))
+            while self.waiting and len(rows) < most:
+                if rows and (rows[0] in self._alone or self.waiting[0] in self._alone):
+                    break
+                rows.append(self.waiting.popleft())
         return rows
 
-    def answer(self, row: int, reply: Reply) -> None:
-        self.replies[row] = reply
-        self.unanswered -= 1
+    def put_back(self, rows: Iterable[int], *, alone: bool = False) -> None:
+        """To the front, in their order."""
+        with self._lock:
+            self.waiting.extendleft(reversed([*rows]))
+            if alone:
+                self._alone.update(rows)
 
 
 def _not_judged(problem: str) -> Reply:

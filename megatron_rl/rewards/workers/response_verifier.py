@@ -21,6 +21,8 @@ from megatron_rl.rewards.registry import verifier_class
 from megatron_rl.rewards.workers.limits import limit_cpu_seconds, limit_processes_and_memory
 from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 
+# A longer response is not judged, as a part of it could have another answer.
+_MAX_RESPONSE_CHARACTERS = 1_000_000
 _AGAIN_S = 0.5  # the timer rings again for code that caught its first ring
 
 
@@ -49,7 +51,7 @@ class ResponseVerifier:
         """The verdict on a response, as far as it is known after ``timeout_s``.
 
         ``accuracy`` and ``format`` in [0, 1]; ``problem`` where something could not be judged (it
-        counts 0); ``extracted`` as a verdict has it; ``last`` where this process must not judge
+        is 0 here); ``extracted`` as a verdict has it; ``last`` where this process must not judge
         another response, because code was interrupted in the middle or memory was full.
 
         Args:
@@ -58,6 +60,9 @@ class ResponseVerifier:
         if not self._limited:
             self._limit()
         verdict: dict[str, Any] = {"accuracy": 0.0, "format": 0.0, "problem": None}
+        if len(response) > _MAX_RESPONSE_CHARACTERS:
+            problem = f"it is too long to judge: over {_MAX_RESPONSE_CHARACTERS} characters"
+            return {**verdict, "problem": problem}
         # Once a second is enough: the call takes longer than many verdicts.
         if time.monotonic() > self._cpu_limited_at + 1.0:
             self._cpu_limited_at = time.monotonic()

@@ -1,10 +1,9 @@
-"""The trainer's end of a server of workers.
-
-It starts the server, asks it for workers, and kills workers that overrun.
-"""
+"""The trainer's end of a server of workers: it starts the server, asks it for workers, talks to
+them, and kills those that overrun."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -28,103 +28,84 @@ logger = logging.getLogger(__name__)
 START_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
-class Lane:
-    """A socket to one worker.
-
-    Reading and writing never block: the pool watches many lanes at once.
-    """
+class RewardWorker:
+    """The socket to one worker. What waits for it raises TimeoutError at ``ends_at`` (of
+    ``time.monotonic``) and another OSError when the worker is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        sock.setblocking(False)
-        self.pid: int | None = None
-        self.ready = False
-        self._unsent = memoryview(b"")
+        self._sock = sock
+        self._pid: int | None = None
+        self._ready = False
         self._unread = b""
-        # A lane that is dropped without ``kill`` ends its worker, too: that sees the socket close.
+        # A worker that is dropped without ``kill`` ends, too: it sees the socket close.
         weakref.finalize(self, sock.close)
 
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._unsent)
-
-    def queue(self, message: Any) -> None:
-        """Sets the message that ``write`` sends."""
+    def send(self, message: Any, ends_at: float) -> None:
         frame = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._unsent = memoryview(HEADER.pack(len(frame)) + frame)
+        self._limit(ends_at)
+        self._sock.sendall(HEADER.pack(len(frame)) + frame)
 
-    def write(self) -> bool:
-        """Sends what fits now; False when the worker is gone."""
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[self.sock.send(self._unsent) :]
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return True
-
-    def read(self) -> list[dict[str, Any]] | None:
-        """The replies that have arrived; None when the worker is gone and left none."""
-        gone = True
-        try:
-            while chunk := self.sock.recv(1 << 16):
-                self._unread += chunk
-        except BlockingIOError:
-            gone = False
-        except OSError:
-            pass  # a broken connection ends as a closed one
+    def replies(self, ends_at: float) -> list[dict[str, Any]]:
+        """Those that have arrived, at least one."""
+        while b"\n" not in self._unread:
+            self._limit(ends_at)
+            chunk = self._sock.recv(1 << 16)
+            if not chunk:
+                raise ConnectionError("the worker has ended")
+            self._unread += chunk
         # What follows the last line break is a reply that has not arrived whole.
         *lines, self._unread = self._unread.split(b"\n")
-        if gone and not lines:
-            return None
-        replies: list[dict[str, Any]] = []
-        for line in lines:
-            replies += json.loads(line)
-        return replies
+        return [reply for line in lines for reply in json.loads(line)]
+
+    def wait_until_ready(self, ends_at: float) -> None:
+        """Raises ValueError when it refuses to work, with its reason."""
+        while not self._ready:
+            for reply in self.replies(ends_at):
+                if "refused" in reply:
+                    raise ValueError(reply["refused"])
+                self._pid = reply.get("pid", self._pid)
+                self._ready = "ready" in reply
 
     def kill(self) -> None:
         """Ends the worker and all processes of its session."""
-        if self.pid is not None:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self.pid = None
-        self.sock.close()
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+        self._sock.close()
+
+    def _limit(self, ends_at: float) -> None:
+        # Not 0, which means not to wait at all and raises another error.
+        self._sock.settimeout(max(ends_at - time.monotonic(), 0.001))
 
 
 class WorkerServer:
-    """One server process, started in the background, and again when it is gone.
-
-    ``restarts`` counts how often it was gone.
-    """
+    """One server process, started in the background, and again when it is gone; for several
+    threads."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._failed_starts = 0
-        self.restarts = 0
-        self.started_at = 0.0
+        self._lock = threading.Lock()
 
-    def lane(self) -> Lane:
-        """A lane to a new worker, whose first replies are its pid and that it is ready.
+    def worker(self) -> RewardWorker:
+        """A new worker, whose first replies are its pid and that it is ready.
 
         Raises:
             RuntimeError: the server ended after each of ``START_DELAYS_S``, before it had one
                 worker ready.
         """
         ours, theirs = socket.socketpair()
-        lane = Lane(ours)
-        with theirs:
+        worker = RewardWorker(ours)
+        with theirs, self._lock:
             while True:
                 control = self._control or self._start()
                 try:
                     socket.send_fds(control, [b"+"], [theirs.fileno()])
-                    break
+                    return worker
                 except OSError:
                     self._forget()
-        return lane
 
     def works(self) -> None:
         """Must be called when a worker has become ready."""
@@ -132,25 +113,23 @@ class WorkerServer:
 
     def close(self) -> None:
         """Ends the server, and its workers with it."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self._control is not None and self._process is not None:
+            _end(self._control, self._process)
+        self._control = None
+        self._process = None
 
     def is_gone(self) -> bool:
-        """Whether the server process has ended by itself; the next ``lane`` starts another one."""
-        if self._process is None or self._process.poll() is None:
-            return False
-        self._forget()
-        return True
+        """Whether the server process has ended by itself; the next worker starts another one."""
+        with self._lock:
+            if self._process is None or self._process.poll() is None:
+                return False
+            self._forget()
+            return True
 
     def _start(self) -> socket.socket:
         if self._failed_starts:
             time.sleep(START_DELAYS_S[self._failed_starts - 1])
-        ours, theirs = socket.socketpair()
+        self._control, theirs = socket.socketpair()
         # The child must find the package where this process has, which sys.path alone may know.
         package_parent = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
@@ -162,26 +141,19 @@ class WorkerServer:
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,
             )
+        weakref.finalize(self, _end, self._control, self._process)
         frame = pickle.dumps(self._setup)
-        try:
-            ours.sendall(HEADER.pack(len(frame)) + frame)
-        except OSError:
-            self._forget()  # it died at once
-            return self._start()
-        weakref.finalize(self, _end, ours, self._process)
-        self._control = ours
-        self.started_at = time.monotonic()
-        return ours
+        with contextlib.suppress(OSError):  # it died at once, which the next message shows
+            self._control.sendall(HEADER.pack(len(frame)) + frame)
+        return self._control
 
     def _forget(self) -> None:
         """Reaps a server that ended, and counts it."""
-        assert self._process is not None
+        assert self._process is not None and self._control is not None
         code = self._process.wait()
         self._process = None
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        self.restarts += 1
+        self._control.close()
+        self._control = None
         self._failed_starts += 1
         if self._failed_starts > len(START_DELAYS_S):
             raise RuntimeError(

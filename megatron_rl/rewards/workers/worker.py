@@ -21,9 +21,8 @@ import sys
 import time
 from typing import Any
 
-from megatron_rl.plugins import load_plugins
-from megatron_rl.rewards.workers.limits import end_with
-from megatron_rl.rewards.workers.messages import WorkerSetup, read_frame, reason, refuse, send
+from megatron_rl.rewards.workers.messages import WorkerSetup, read_frame, reason, send
+from megatron_rl.runtime.guard.parent import end_with_it
 
 # Verdicts of this time are sent together: each message wakes the trainer.
 _GATHER_S = 0.002
@@ -35,16 +34,8 @@ def main(control: socket.socket) -> None:
     if frame is None:  # the trainer has ended already
         return
     setup: WorkerSetup = pickle.loads(frame)
-    verifier = None
-    refusal = None
-    try:
-        if setup.function is None:
-            verifier = _load_verifier(setup)
-    except ValueError as error:
-        refusal = str(error)
-    except Exception as error:  # noqa: BLE001 - of a plug-in's verifier; said by the trainer
-        names = ", ".join(setup.verifiers)
-        refusal = f"reward.verifier = {names}: no worker can prepare it ({reason(error)}); fix it"
+    # A function is imported after the fork: it may start threads, which a fork would lose.
+    judge = None if setup.function else _judge(setup)
     # The kernel reaps dead workers; the trainer sees their sockets close.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = os.getpid()
@@ -56,49 +47,50 @@ def main(control: socket.socket) -> None:
         lane.set_inheritable(False)
         if os.fork() == 0:
             control.close()
-            end_with(server)
+            end_with_it(server)
             os.setsid()  # so that the trainer can kill it and what it starts by its group
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             send(lane, {"pid": os.getpid()})
-            code = refuse(lane, refusal) if refusal else _serve(lane, setup, verifier)
-            sys.stdout.flush()
-            os._exit(code)
+            _serve(lane, judge or _judge(setup))
+            os._exit(0)
         lane.close()
 
 
-def _serve(lane: socket.socket, setup: WorkerSetup, verifier: Any) -> int:
-    """Answers requests until the trainer closes the lane; returns the exit code."""
-    if setup.function is not None:
-        from megatron_rl.rewards.workers.function_worker import serve_function
-
-        return serve_function(lane, setup)
+def _serve(lane: socket.socket, judge: Any) -> None:
+    """Answers requests until the trainer closes the lane; refuses where ``judge`` is a text."""
+    if isinstance(judge, str):
+        send(lane, {"refused": judge})
+        return
     send(lane, {"ready": True})
     while (frame := read_frame(lane)) is not None:
-        verdicts: list[dict[str, Any]] = []
+        replies: list[dict[str, Any]] = []
         sent_at = time.monotonic()
-        for name, task, response in pickle.loads(frame):
-            verdicts.append(verifier.verify(name, task, response))
-            last = bool(verdicts[-1].get("last"))
+        for item in pickle.loads(frame):
+            replies.append(judge.verify(*item))
+            sys.stdout.flush()  # what the user's code has printed
+            last = bool(replies[-1].get("last"))
             if last or time.monotonic() > sent_at + _GATHER_S:
-                send(lane, *verdicts)
-                verdicts = []
+                send(lane, *replies)
+                replies = []
                 sent_at = time.monotonic()
             if last:
-                return 0
-        send(lane, *verdicts)
-    return 0
+                return
+        send(lane, *replies)
 
 
-def _load_verifier(setup: WorkerSetup) -> Any:
-    """The verifiers of a pool with all their imports done.
-
-    Raises:
-        ValueError: a plug-in cannot be imported here, or does not register what it should.
-    """
+def _judge(setup: WorkerSetup) -> Any:
+    """What answers the requests, its imports done; where that fails the reason as a text."""
+    from megatron_rl.plugins import load_plugins
+    from megatron_rl.rewards.workers.function_worker import FunctionJudge
     from megatron_rl.rewards.workers.response_verifier import ResponseVerifier
 
-    load_plugins(setup.plugins)
-    return ResponseVerifier(setup)
+    try:
+        load_plugins(setup.plugins)
+        return FunctionJudge(setup) if setup.function else ResponseVerifier(setup)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - of a plug-in's verifier; reported by the trainer
+        return f"{setup.name}: no worker can prepare it ({reason(error)}); fix it"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from megatron_rl.checkpoints import directory, part_writer, sealing
 from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings
-from megatron_rl.checkpoints.safe_load import SafeReader, UnsafeError, read_index
+from megatron_rl.checkpoints.safe_load import UnsafeError, read_index
 from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.runtime.digest import file_digest
 from tests.ranks import on_ranks
@@ -54,7 +54,7 @@ def written(path: Path, **kwargs) -> Path:
 
 
 def read_by_torch(path: Path) -> dict[str, torch.Tensor]:
-    index = SafeReader(path).read_metadata().state_dict_metadata
+    index = read_index(path).state_dict_metadata
     arrays = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in index.items()
@@ -178,7 +178,7 @@ def test_values_may_change_as_soon_as_they_are_copied(tmp_path):
 
 def test_the_digest_taken_while_writing_is_that_of_the_file(tmp_path):
     path = written(tmp_path / "step_000001")
-    entries = directory._files(path)
+    entries = directory._manifest(path)["files"]
     for name in directory.file_names(path):
         assert entries[name] == {
             "bytes": (path / name).stat().st_size,

@@ -15,10 +15,9 @@ from pydantic import ValidationError
 
 from examples.claims.lab import tasks
 from megatron_rl.config.cli.command_line import Root
-from megatron_rl.config.keys import within
+from megatron_rl.config.keys import flat, within
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
-from megatron_rl.run.run_record import flat
 from megatron_rl.sweeping.trials import check as check_configs
 from tools.claim_checks import Check, Claim, Outcome, outcome, overall, read_claim, tally
 from tools.claim_page import told

@@ -152,10 +152,18 @@ def test_the_folder_of_a_run_has_a_name():
     assert problem.startswith("run_dir = ''")
 
 
-def test_a_file_of_the_user_that_is_no_yaml_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"name: [1\n", r"not YAML: .*method/mine\.yaml\", line 1, column 7"),
+        (b"\xff\xfe\x00", "not YAML: "),
+        (b"defaults:\n  - mine\n", "not YAML: maximum recursion depth"),
+    ],
+)
+def test_a_file_of_the_user_that_is_no_yaml_is_named(tmp_path, content, words):
     (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "mine.yaml").write_text("name: [1\n")
-    with pytest.raises(ConfigError, match=r"not YAML: .*method/mine\.yaml\", line 1, column 7"):
+    (tmp_path / "method" / "mine.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
         compose("config", ["method=mine"], tmp_path)
 
 

@@ -81,9 +81,9 @@ def test_no_key_of_this_project_is_called_unsupported():
     assert not [key for key in known_keys(Config) if not_supported(key)]
 
 
-def test_readme_lists_what_is_not_supported():
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    section = " ".join(readme.partition("## Not supported")[2].partition("\n## ")[0].split())
+def test_the_page_of_limits_lists_what_is_not_supported():
+    page = Path(__file__).parents[3] / "tools/docs/pages/limits.md"
+    section = " ".join(page.read_text(encoding="utf-8").partition("\n## ")[0].split())
     for _, sentence in NOT_SUPPORTED:
         subject = (
             re.split(r" (is|are) not supported", sentence)[0]

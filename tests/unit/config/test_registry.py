@@ -27,6 +27,7 @@ from megatron_rl.loss import (
 from megatron_rl.loss.config import reward_scheme_errors
 from megatron_rl.models import Family, register_family
 from megatron_rl.plugins import load_plugins
+from megatron_rl.signals import signals_of
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 
 pytestmark = pytest.mark.usefixtures("fresh_registries")
@@ -153,16 +154,16 @@ def test_wrong_needs_are_refused():
 
 
 def test_what_a_function_of_tokens_reads_is_known():
-    """Named as an input, or said of one that takes the terms whole."""
+    """Named as an input, beside the terms as a whole too."""
 
     def named(advantages: Tensor, entropy: Tensor) -> Tensor:
         return advantages * entropy
 
-    def whole(advantages: Tensor, terms: Terms) -> Tensor:
+    def whole(advantages: Tensor, terms: Terms, entropy: Tensor) -> Tensor:
         return advantages * terms.entropy
 
     register_token_shaper("named")(named)
-    register_token_shaper("whole", reads=("entropy",))(whole)
+    register_token_shaper("whole")(whole)
     rows = response_batch(rollout(0))
     by_name, by_whole, plainly = (
         load_method("grpo", [f"token_shaping={chosen}"])
@@ -170,18 +171,18 @@ def test_what_a_function_of_tokens_reads_is_known():
     )
     assert [[*method.reads] for method in (by_name, by_whole, plainly)] == [["entropy"]] * 2 + [[]]
     tokens = token_batch(rollout(0), by_name.credit(rows))
-    losses = [method.loss(tokens).policy_loss.item() for method in (by_name, by_whole, plainly)]
+    losses = [method.loss(tokens).loss.item() for method in (by_name, by_whole, plainly)]
     assert losses[0] == losses[1] != losses[2]
 
 
 def test_needs_reach_the_trainer_and_the_batch():
-    def confident(evidence: Evidence, *, k: int = 3) -> Tensor:
-        return evidence.rewards * evidence.column("mean_logprobs") - evidence.column("kl")
+    def confident(evidence: Evidence, mean_logprobs: Tensor, kl: Tensor, *, k: int = 3) -> Tensor:
+        return evidence.rewards * mean_logprobs - kl
 
-    needs = EstimatorNeeds(min_group="k", reads=("mean_logprobs", "kl"), unit_rewards=True)
+    needs = EstimatorNeeds(min_group="k", unit_rewards=True)
     register_estimator("confident", needs=needs)(confident)
     method = load_method("grpo", ["estimator={name: confident}", "kl.coef=0"])
-    assert (method.needs.min_group, method.needs.ref_logprobs) == (3, True)
+    assert method.config.min_group == 3 and signals_of(method).needs("ref")
     assert [*method.reads] == ["mean_logprobs", "kl"]
     rows = response_batch(rollout(0))
     expected = rows.rewards * rows.columns["mean_logprobs"] - rows.columns["kl"]
@@ -191,13 +192,9 @@ def test_needs_reach_the_trainer_and_the_batch():
         load_method("grpo", ["estimator={name: confident}", "kl.placement=reward"])
     from dataclasses import replace
 
-    with pytest.raises(
-        ValueError, match=r"ResponseBatch\.columns has no kl, but estimator confident reads it"
-    ):
+    with pytest.raises(ValueError, match="ResponseBatch has no kl, but the method reads it"):
         method.credit(replace(rows, columns={"mean_logprobs": rows.rewards}))
-    with pytest.raises(
-        ValueError, match=r"k = 9 exceeds a group of 4 responses; lower estimator\.k"
-    ):
+    with pytest.raises(ValueError, match=r"confident .* needs at least 9, but a group has 4"):
         load_method("grpo", ["estimator={name: confident, k: 9}", "kl.coef=0"]).credit(rows)
     with pytest.raises(ValueError, match=r"needs rewards in \[0, 1\] and got \[0, 2\]"):
         method.credit(replace(rows, rewards=2 * rows.rewards.round()))
@@ -207,13 +204,13 @@ def test_needs_reach_the_trainer_and_the_batch():
     ("wrong", "message"),
     [
         (
-            lambda e: e.rewards[:-1],
+            lambda evidence: evidence.rewards[:-1],
             r"estimator wrong: returned \(\d+,\) torch.float64; return a tensor",
         ),
-        (lambda e: e.correct, "torch.bool; return a tensor"),
-        (lambda e: None, "estimator wrong: returned NoneType"),
+        (lambda evidence: evidence.correct, "torch.bool; return a tensor"),
+        (lambda evidence: None, "estimator wrong: returned NoneType"),
         (
-            lambda e: e.rewards / 0,
+            lambda evidence: evidence.rewards / 0,
             r"estimator wrong: the advantage of response \d+ is (nan|inf) at a reward of",
         ),
     ],

@@ -26,6 +26,7 @@ def problems(*overrides: str) -> list[str]:
     "overrides",
     [
         [],
+        ["evaluation.top_p=0.9", "evaluation.temperature=0.6"],
         ["source=servers"],
         ["source=servers", "source.staleness=1", *CORRECTED],
         [*FREE, *CORRECTED],
@@ -61,6 +62,11 @@ def test_what_goes_together(overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (
+            ["rollout.top_p=0.9"],
+            "rollout.top_p = 0.9: the sampler's probabilities are divided by the mass of the",
+        ),
+        (["rollout.top_k=50"], "off by that mass; set rollout.top_k=-1 "),
         (["source.staleness=1"], "colocated engines always sample with the newest"),
         (["source=servers", "source.staleness=1"], "method.mismatch.kind = none does not correct"),
         (
@@ -82,7 +88,7 @@ def test_what_goes_together(overrides):
             "differ on purpose; set it to null",
         ),
         (["source=servers", "source.schedule=free"], "set it to lockstep, or raise"),
-        (["source=servers", "weight_sync.method=gather"], "servers take their weights by a plan"),
+        (["source=servers", "weight_sync.method=gather"], "servers take weights by a plan"),
         (["source=servers", "memory.offload=[optimizer]"], "share no device"),
         (PARTIAL, "method.mismatch.kind = none does not correct"),
         (
@@ -91,7 +97,7 @@ def test_what_goes_together(overrides):
         ),
         (
             [*ANNEALED, "rollout.anneal.end=1.3"],
-            "rollout.anneal.end = 1.3: rollout.anneal.start = 1.2 is lower",
+            "rollout.anneal.end = 1.3: is above rollout.anneal.start = 1.2",
         ),
         (
             [*ANNEALED, "rollout.anneal.decay_limit=400.0"],

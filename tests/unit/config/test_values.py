@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.rules.cache import least_cache_bytes
 from megatron_rl.config.rules.checks import check, num_optimizer_steps
+from megatron_rl.config.rules.engine_checks import least_cache_bytes
 from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError

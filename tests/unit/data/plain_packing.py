@@ -1,10 +1,14 @@
-"""Micro-batch plans the plain way, in the words of ``plan_microbatches``: lists that are sorted and
+"""Micro-batch plans the plain way, in the words of ``rough_plan``: lists that are sorted and
 searched anew at every step. What the package computes must be equal to this."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from megatron_rl.policy.batches.work_model import WorkModel
+
+BY_TOKENS = WorkModel(2**62)  # attention costs nothing
 
 
 class Bin(NamedTuple):

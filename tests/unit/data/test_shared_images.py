@@ -19,7 +19,7 @@ from megatron_rl.data import prompt_file, reading
 from megatron_rl.data.loader import fingerprint
 from megatron_rl.data.multimodal import images
 from megatron_rl.data.multimodal.vision import vision_of
-from megatron_rl.data.shared import private_folder, shared_data
+from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.evaluation.evaluation import without_training
 from megatron_rl.runtime.launch import World
@@ -102,9 +102,8 @@ def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
     assert held.images[0].rgb().size == (56, 84)
     again = pickle.loads(pickle.dumps(held))
     assert again == held and again.images[0].read() == held.images[0].read()
-    # Another launch may find other images under these names: it must not find this file.
     dist.barrier()
-    assert os.listdir(private_folder()) == []
+    assert os.listdir(tmp_path) == []
 
 
 @on_ranks(2)

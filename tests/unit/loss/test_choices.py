@@ -38,24 +38,18 @@ def test_inputs_are_found_by_name_or_taken_whole() -> None:
     def shaped(lengths: Tensor, advantages: Tensor, evidence: Evidence) -> Tensor:
         return advantages * lengths * evidence.eps
 
-    def usual(values: Tensor, given: Evidence) -> Tensor:
-        return values * given.lengths * given.eps
-
     register_estimator("whole")(whole)
     register_estimator("named")(named)
     register_shaper("shaped")(shaped)
-    register_shaper("usual")(usual)
     batch = response_batch(rollout(0))
 
     def found(*overrides: str) -> Tensor:
         return load_method("grpo", overrides).credit(batch).advantages
 
-    by_whole = found("estimator={name: whole}", "shaping.usual={}")
-    by_name = found("estimator={name: named}", "shaping.shaped={}")
+    by_whole, by_name = (found(f"estimator={{name: {name}}}") for name in ("whole", "named"))
     assert by_whole.any() and torch.equal(by_whole, by_name)
-    assert torch.equal(
-        found("estimator={name: named, scale: 1.0}", "shaping.usual={}"), by_name / 2
-    )
+    halved = found("estimator={name: named, scale: 1.0}", "shaping.shaped={}")
+    assert torch.equal(halved, by_name / 2 * batch.response_tokens * 1e-6)
 
 
 def test_a_policy_loss_names_its_terms() -> None:

@@ -8,31 +8,27 @@ import pytest
 import torch
 
 from megatron_rl.loss import ResponseBatch
-from megatron_rl.loss.per_response.credit import CreditPlan, credit
+from megatron_rl.loss.config import MethodConfig
+from megatron_rl.loss.per_response.credit import credit
 from tests.unit.loss.groups import flags, same, vector
 
-PLAN = CreditPlan(
-    estimator="centered",
-    estimator_knobs={},
-    shaping=(),
-    kl_weights=("constant", {}),
-    kl_in_reward=False,
-    kl_coef=(0.0, 0.0),
-    drop_all_correct=False,
-    eps=0.0,
-    ddof=0,
-)
-DURIAN = {
-    "group": 0.6,
-    "perceptual": 0.2,
-    "reasoning": 0.2,
-    "reasoning_bins": 12,
-    "normalize": True,
-}
+DURIAN = {"name": "durian"}
 
 
-def plan(**changes: Any) -> CreditPlan:
-    return dataclasses.replace(PLAN, **changes)
+def plan(**changes: Any) -> MethodConfig:
+    """Centered rewards, but for ``changes`` of the yaml."""
+    plain = {
+        "name": "plain",
+        "estimator": {"name": "centered"},
+        "policy_loss": {"name": "reinforce"},
+        "aggregate": {"name": "token_mean"},
+        "kl": {"coef": 0.0},
+        "eps": 0.0,
+    }
+    return MethodConfig(**plain | changes)
+
+
+PLAN = plan()
 
 
 def batch(**changes: Any) -> ResponseBatch:
@@ -54,22 +50,23 @@ def batch(**changes: Any) -> ResponseBatch:
 
 def test_accuracy_comes_from_correct_not_from_the_reward() -> None:
     """focal with p = 1/2 and 1: sqrt(1/2) and 0."""
-    found = credit(batch(), plan(shaping=(("focal", {"gamma": 0.5}),)))
+    found = credit(batch(), plan(shaping={"focal": {"gamma": 0.5}}))
     same(found.advantages, 0.353553, -0.353553, 0, 0)
 
 
 def test_omega_is_clipped_to_one() -> None:
     """The mean reward is 1.125: omega 1, so ddas is hard-focused: 0.5 A / sqrt(1/2)."""
-    found = credit(batch(), plan(shaping=(("ddas", {}),)))
+    found = credit(batch(), plan(shaping={"ddas": {}}))
     same(found.advantages, 0.353553, -0.353553, 0.25, -0.25)
     same(found.metrics["credit/omega"][None], 1)
-    lower = credit(
-        batch(rewards=vector(0.5, -0.5, -1, -2)), plan(shaping=(("ass", {"alpha": 1.0}),))
-    )
+    lower = credit(batch(rewards=vector(0.5, -0.5, -1, -2)), plan(shaping={"ass": {"alpha": 1.0}}))
     same(lower.advantages, 0, -0.5, 0, -0.5)
 
 
-CURIOSITY = {"kappa": 2.0, "alpha": 1.0, "start": 1.0, "end": 0.0}
+CURIOSITY = {"curiosity": {"kappa": 2.0, "alpha": 1.0, "start": 1.0, "end": 0.0}}
+
+
+IN_REWARD = {"coef": 0.1, "placement": "reward"}
 
 
 def test_curiosity_in_the_reward() -> None:
@@ -77,19 +74,13 @@ def test_curiosity_in_the_reward() -> None:
     0.5625 and 0.075, on top of the KL of 0.1, which they are not made of. omega is that of the
     plain rewards, 1.125 clipped to 1."""
     data = batch(mean_logprobs=vector(-0.5, -0.5, -2, -0.1), progress=torch.tensor(0.25))
-    found = credit(data, plan(curiosity=CURIOSITY))
+    found = credit(data, plan(reward_shaping=CURIOSITY))
     same(found.advantages, 0.59375, -0.59375, 0.49375, -0.49375)
     same(found.metrics["credit/curiosity_bonus_mean"][None], 0.3)
     same(found.metrics["credit/omega"][None], 1)
     priced = dataclasses.replace(data, columns={**data.columns, "kl": vector(0, 0, 1, 0)})
-    both = plan(curiosity=CURIOSITY, kl_in_reward=True, kl_coef=(0.1, 0.1))
+    both = plan(reward_shaping=CURIOSITY, kl=IN_REWARD)
     same(credit(priced, both).advantages, 0.59375, -0.59375, 0.44375, -0.44375)
-
-
-def test_curiosity_says_what_it_lacks() -> None:
-    for lacking in ({"progress": torch.tensor(0.5)}, {"mean_logprobs": vector(-1, -1, -1, -1)}):
-        with pytest.raises(ValueError, match=r"has no \w+, but reward_shaping\.curiosity reads it"):
-            credit(batch(**lacking), plan(curiosity=CURIOSITY))
 
 
 def test_kl_in_the_reward() -> None:
@@ -98,17 +89,16 @@ def test_kl_in_the_reward() -> None:
 
     omega stays that of the plain rewards: (0.4 + 0 + 0.4 + 0) / 4 = 0.2."""
     data = batch(rewards=vector(0.4, 0, 0.4, 0), kl=vector(1, 2, 3, 4))
-    chosen = plan(
-        kl_in_reward=True, kl_coef=(0.1, 0.1), kl_weights=("dads", {"curve": "exponential"})
-    )
-    found = credit(data, chosen)
+    found = credit(data, plan(kl={**IN_REWARD, "weights": {"name": "dads"}}))
     same(found.advantages, 0.262844, -0.262844, 0.25, -0.25)
     same(found.kl_weights, 0.743118, 1, 1, 1)
     same(found.metrics["credit/omega"][None], 0.2)
-    by_sign = credit(
-        data, dataclasses.replace(chosen, kl_coef=(0.2, 0.1), kl_weights=("constant", {}))
-    )
+    signs = {"coef": 0.0, "coef_positive": 0.2, "coef_negative": 0.1}
+    by_sign = credit(data, plan(kl={**signs, "placement": "reward"}))
     same(by_sign.advantages, 0.2, -0.2, 0.3, -0.3)
+
+
+MIXED = {"name": "mixed", "success": "reward_is_one"}
 
 
 def test_kl_in_the_reward_does_not_move_the_success_count() -> None:
@@ -119,11 +109,9 @@ def test_kl_in_the_reward_does_not_move_the_success_count() -> None:
         group_ids=torch.zeros(4, dtype=torch.int64),
         kl=vector(1, 1, 1, 1),
     )
-    chosen = plan(
-        estimator="mixed",
-        estimator_knobs={"success": "reward_is_one"},
-        kl_in_reward=True,
-        kl_coef=(0.1, 0.1),
+    # Together they are refused of a yaml: the rewards leave [0, 1].
+    chosen = plan().model_copy(
+        update={"estimator": plan(estimator=MIXED).estimator, "kl": plan(kl=IN_REWARD).kl}
     )
     found = credit(data, chosen)
     mean, std = 0.275, (0.171875) ** 0.5  # rewards minus 0.1; the variance is that of 1, 0.5, 0, 0
@@ -134,12 +122,12 @@ def test_mixed_counts_success_by_correctness_on_request() -> None:
     """Rewards 0.9 and 0 never reach 1: by reward l = 1 and apd remains, by correctness p = 1/2 and
     zscore remains."""
     data = batch(rewards=vector(0.9, 0, 0, 0), correct=flags(1, 0, 0, 0))
-    by_reward = credit(data, plan(estimator="mixed", estimator_knobs={"success": "reward_is_one"}))
+    by_reward = credit(data, plan(estimator=MIXED))
     same(by_reward.advantages, 1, -1, 0, 0)
     data = batch(rewards=vector(0.9, 0.3, 0, 0), correct=flags(1, 0, 0, 0))
-    by_correct = credit(data, plan(estimator="mixed", estimator_knobs={"success": "correct"}))
+    by_correct = credit(data, plan(estimator=MIXED | {"success": "correct"}))
     same(by_correct.advantages, 1, -1, 0, 0)
-    by_reward = credit(data, plan(estimator="mixed", estimator_knobs={"success": "reward_is_one"}))
+    by_reward = credit(data, plan(estimator=MIXED))
     same(by_reward.advantages, 0.5, -0.5, 0, 0)
 
 
@@ -147,8 +135,8 @@ def test_stcr_window() -> None:
     """Mean correct length of the group 2, of the batch 4; the wrong response has 8 tokens. mu =
     2."""
     for window, alpha in (("group", 2 - 2.0**-6), ("batch", 2 - 2.0**-4)):
-        shaper = ("stcr", {"mu": 2.0, "window": window, "only_negative": False})
-        same(credit(batch(), plan(shaping=(shaper,))).advantages, 0.5, -0.5 * alpha, 0.25, -0.25)
+        shaper = {"stcr": {"mu": 2.0, "window": window}}
+        same(credit(batch(), plan(shaping=shaper)).advantages, 0.5, -0.5 * alpha, 0.25, -0.25)
 
 
 def test_durian_confidence_mean_or_sum() -> None:
@@ -160,15 +148,13 @@ def test_durian_confidence_mean_or_sum() -> None:
         sum_logprobs=vector(-1, -1, -9, -9),
     )
     knobs = DURIAN | {"group": 0.0, "perceptual": 0.0, "reasoning": 1.0, "reasoning_bins": 2}
-    same(
-        credit(data, plan(estimator="durian", estimator_knobs=knobs)).advantages, 1, -1, 0, 0
-    )  # one bucket of four, std 1/2
-    apart = credit(data, plan(estimator="durian", estimator_knobs=knobs | {"normalize": False}))
+    same(credit(data, plan(estimator=knobs)).advantages, 1, -1, 0, 0)  # one bucket of four, std 1/2
+    apart = credit(data, plan(estimator=knobs | {"normalize": False}))
     same(apart.advantages, 0.707107, -0.707107, 0, 0)
 
 
 def test_drop_all_correct_keeps_the_statistics() -> None:
-    found = credit(batch(), plan(drop_all_correct=True))
+    found = credit(batch(), plan(filters={"drop_all_correct": True}))
     assert found.keep.tolist() == [True, True, False, False]
     same(found.advantages, 0.5, -0.5, 0.25, -0.25)
     same(found.metrics["credit/omega"][None], 1)
@@ -180,7 +166,7 @@ def test_metrics_by_hand() -> None:
     metrics = {
         key: value.item()
         for key, value in credit(
-            data, plan(kl_weights=("dads", {"curve": "linear"}))
+            data, plan(kl={"coef": 0.0, "weights": {"name": "dads", "curve": "linear"}})
         ).metrics.items()
     }
     assert metrics == pytest.approx(
@@ -227,7 +213,7 @@ def test_extreme_groups_by_hand() -> None:
         group_ids=torch.tensor([0] * 4 + [1] * 4),
         response_tokens=torch.ones(8, dtype=torch.int64),
     )
-    found = credit(data, plan(estimator="centered")).metrics
+    found = credit(data, PLAN).metrics
     assert found["credit/extreme_advantage_abs_mean"].item() == pytest.approx(3 / 8)
     assert found["credit/extreme_zscore_abs_mean"].item() == pytest.approx(3**0.5 / 2)
 
@@ -236,44 +222,38 @@ def test_groups_of_one_are_refused_by_group_relative_methods() -> None:
     data = batch(group_ids=torch.tensor([0, 0, 0, 7]))
     with pytest.raises(
         ValueError,
-        match=r"centered .* a group has 1 response; sample at least 2 .*responses_per_prompt",
+        match=r"centered .* needs at least 2, but a group has 1; raise batch.responses_per_prompt",
     ):
         credit(data, PLAN)
-    knobs = {"positive": 1.0, "negative": 1.0}
-    same(credit(data, plan(estimator="signed", estimator_knobs=knobs)).advantages, 1, -1, 1, 1)
+    signed = {"name": "signed", "positive": 1.0, "negative": 1.0}
+    same(credit(data, plan(estimator=signed)).advantages, 1, -1, 1, 1)
 
 
 def test_rewards_outside_the_unit_interval_are_refused() -> None:
-    for name, knobs in (("tree", {}), ("apd", {}), ("mixed", {"success": "reward_is_one"})):
+    for name in ("tree", "apd", "mixed"):
         with pytest.raises(
             ValueError,
             match=rf"{name} needs rewards in \[0, 1\] and got \[0.5, 1.5\]; .*/ 1\.5.* sum to 1",
         ):
-            credit(batch(), plan(estimator=name, estimator_knobs=knobs))
+            credit(batch(), plan(estimator={"name": name}))
         with pytest.raises(ValueError, match=r"got \[-1, 1\]; rescale them by \(r - -1\) / 2"):
-            credit(batch(rewards=vector(-1, 1, 1, 1)), plan(estimator=name, estimator_knobs=knobs))
+            credit(batch(rewards=vector(-1, 1, 1, 1)), plan(estimator={"name": name}))
 
 
 def test_k_above_the_group_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"k = 4 exceeds a group of 2 responses; lower estimator\.k"
-    ):
-        credit(batch(), plan(estimator="pass_at_k", estimator_knobs={"k": 4}))
+    with pytest.raises(ValueError, match=r"pass_at_k .* needs at least 4, but a group has 2"):
+        credit(batch(), plan(estimator={"name": "pass_at_k", "k": 4}))
 
 
 def test_missing_fields_are_named() -> None:
-    durian = plan(estimator="durian", estimator_knobs=DURIAN)
-    with pytest.raises(ValueError, match=r"has no visual_entropy, .*estimator\.perceptual=0"):
-        credit(batch(mean_logprobs=vector(0, 0, 0, 0)), durian)
-    with pytest.raises(ValueError, match="has no mean_logprobs"):
-        credit(batch(visual_entropy=vector(1, 1, 2, 2)), durian)
-    with pytest.raises(ValueError, match="has no sum_logprobs"):
-        credit(
-            batch(visual_entropy=vector(1, 1, 2, 2)),
-            plan(estimator="durian", estimator_knobs=DURIAN | {"normalize": False}),
-        )
-    with pytest.raises(ValueError, match=r"has no kl, .*kl\.placement=loss"):
-        credit(batch(), plan(kl_in_reward=True, kl_coef=(0.1, 0.1)))
+    for changes, lacking in (
+        ({"estimator": DURIAN}, "visual_entropy"),
+        ({"estimator": DURIAN | {"perceptual": 0.0, "normalize": False}}, "sum_logprobs"),
+        ({"kl": IN_REWARD}, "kl"),
+        ({"reward_shaping": CURIOSITY}, "mean_logprobs"),
+    ):
+        with pytest.raises(ValueError, match=f"ResponseBatch has no {lacking}, .*give it, or"):
+            credit(batch(), plan(**changes))
 
 
 def test_bad_rewards_and_an_empty_batch_are_refused() -> None:

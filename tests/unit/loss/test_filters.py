@@ -10,10 +10,6 @@ CORRECT = flags(1, 0, 1, 1, 0, 0)
 GROUPS = segments_of(torch.tensor([0, 0, 1, 1, 2, 2]))
 
 
-def test_informative_groups() -> None:
-    assert filters.informative_groups(CORRECT, GROUPS).tolist() == [True, False, False]
-
-
 def test_not_all_correct() -> None:
     kept = filters.not_all_correct(CORRECT, GROUPS).tolist()
     assert kept == [True, True, False, False, True, True]
@@ -22,8 +18,8 @@ def test_not_all_correct() -> None:
 def test_overlong_penalty_by_hand() -> None:
     """Lmax 10, buffer 4: nothing up to 6, -1/4 a token from there, -1 at 10 and above."""
     lengths = torch.tensor([1, 6, 7, 9, 10, 500])
-    penalty = filters.overlong_penalty(lengths, torch.float64, max_tokens=10, buffer_tokens=4.0)
-    same(penalty, 0, 0, -0.25, -0.75, -1, -1)
+    found = filters.Overlong(max_tokens=10, buffer_share=0.4).penalty(lengths, torch.float64)
+    same(found, 0, 0, -0.25, -0.75, -1, -1)
 
 
 def test_repeated_tail_by_hand() -> None:
@@ -48,9 +44,8 @@ def test_repetition_penalty_needs_truncation() -> None:
         (flags(1, 0, 1), 0.1, (-0.1, 0, 0)),
         (flags(1, 1, 1), 0.5, (-0.5, -0.5, 0)),
     ):
-        knobs = {"penalty": penalty, "min_block": 1, "max_block": 256}
-        found = filters.repetition_penalty(tokens, lengths, truncated, torch.float64, **knobs)
-        same(found, *expected)
+        chosen = filters.Repetition(penalty=penalty)
+        same(chosen.of(tokens, lengths, truncated, torch.float64), *expected)
 
 
 def test_curiosity_bonus_by_hand() -> None:
@@ -58,11 +53,6 @@ def test_curiosity_bonus_by_hand() -> None:
     alpha B = 0.1, 0.6, 0.4, 1."""
     rewards = vector(0.9, 0, -0.3, 0.9)
     logprobs = vector(-0.05, -0.3, -0.2, -0.5)
-    found = filters.curiosity_bonus(
-        rewards, logprobs, 0.25, kappa=3.0, alpha=2.0, start=1.0, end=0.2
-    )
+    found = filters.Curiosity(alpha=2.0, end=0.2).bonus(rewards, logprobs, 0.25)
     same(found, 0.08, 0, 0.08, 0.24)
-    still = filters.curiosity_bonus(
-        rewards, logprobs, 1.0, kappa=3.0, alpha=2.0, start=1.0, end=0.0
-    )
-    same(still, 0, 0, 0, 0)
+    same(filters.Curiosity(alpha=2.0).bonus(rewards, logprobs, 1.0), 0, 0, 0, 0)

@@ -310,9 +310,8 @@ def test_k3_is_a_divergence(differences: list[float]) -> None:
 @holds(st.integers(1, 200), st.integers(2, 60), st.floats(0.05, 1))
 def test_overlong_penalty_is_monotone_and_bounded(length: int, limit: int, share: float) -> None:
     lengths = torch.tensor([length, length + 1])
-    now, longer = filters.overlong_penalty(
-        lengths, torch.float64, max_tokens=limit, buffer_tokens=share * limit
-    ).tolist()
+    overlong = filters.Overlong(max_tokens=limit, buffer_share=share)
+    now, longer = overlong.penalty(lengths, torch.float64).tolist()
     assert -1 <= longer <= now <= 0
     assert now == 0 or length > limit * (1 - share) - 1e-9
     assert length < limit or math.isclose(now, -1)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron_rl.config.load import validate
 from megatron_rl.config.method import load_method
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss.config import reward_scheme_errors
+from megatron_rl.loss.config import MethodConfig, reward_scheme_errors
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 from tests.unit.loss.groups import flags, same, vector
 
@@ -28,6 +29,14 @@ def test_overrides_are_relative_to_the_method() -> None:
         "high": 0.28,
         "dual_c": None,
     }
+
+
+def test_a_configuration_that_was_written_out_is_read_again() -> None:
+    """As a run's config.json, or that of a bundle, has it."""
+    for name in ("a_grae", "rl_zvp", "siren", "archer"):
+        written = load_method(name).config
+        again = validate(MethodConfig, written.model_dump(mode="json"), "config.json")
+        assert again == written
 
 
 def test_switching_a_piece_takes_its_own_defaults() -> None:
@@ -90,10 +99,10 @@ def test_wrong_values_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["mapo", "mapo_apd", "tree_rpo"])
-def test_unit_reward_methods_refuse_what_leaves_the_unit_interval(name: str) -> None:
-    assert "kl.placement=loss" in refused(name, "kl.placement=reward")
-    assert "reward_shaping={}" in refused(name, "reward_shaping.overlong={}")
+def test_unit_reward_methods_refuse_what_leaves_the_unit_interval() -> None:
+    for name in ("mapo", "mapo_apd", "tree_rpo"):
+        assert "kl.placement=loss" in refused(name, "kl.placement=reward")
+        assert "reward_shaping={}" in refused(name, "reward_shaping.overlong={}")
 
 
 def test_reward_schemes() -> None:
@@ -128,34 +137,11 @@ def test_dr_grpo_needs_a_length_only_when_the_loss_is_computed() -> None:
 
 
 def test_needs_of_the_trainer() -> None:
-    needs = {
-        name: load_method(name).needs
-        for name in (
-            "grpo",
-            "dapo",
-            "durian",
-            "durian_reasoning",
-            "w_reinforce",
-            "pass_at_k",
-            "krpo",
-        )
-    }
-    assert [name for name, need in needs.items() if need.ref_logprobs] == [
-        "grpo",
-        "durian",
-        "durian_reasoning",
-    ]
-    assert [name for name, need in needs.items() if need.dynamic_sampling] == ["dapo"]
-    assert {name: need.min_group for name, need in needs.items()} == {
-        "grpo": 2,
-        "dapo": 2,
-        "durian": 2,
-        "durian_reasoning": 2,
-        "w_reinforce": 1,
-        "pass_at_k": 4,
-        "krpo": 1,
-    }
-    assert needs["dapo"].max_sampling_tries == 10 and needs["grpo"].max_sampling_tries == 1
+    names = ("grpo", "dapo", "durian", "w_reinforce", "pass_at_k", "krpo")
+    methods = {name: load_method(name) for name in names}
+    assert [name for name in names if methods[name].reads_reference] == ["grpo", "durian"]
+    assert [methods[name].config.min_group for name in names] == [2, 2, 2, 1, 4, 1]
+    assert [methods[name].max_sampling_tries for name in names] == [1, 10, 1, 1, 1, 1]
     asked = load_method(
         "grpo",
         [
@@ -164,7 +150,8 @@ def test_needs_of_the_trainer() -> None:
             "reward_shaping.repetition={}",
         ],
     )
-    assert asked.needs.ref_logprobs and asked.needs.token_ids
+    assert asked.reads_reference and asked.reads_token_ids
+    assert not methods["dapo"].reads_token_ids
 
 
 def test_what_methods_read_is_known_with_its_readers() -> None:
@@ -222,11 +209,11 @@ def test_shape_rewards_by_hand() -> None:
 
 
 def test_dynamic_sampling_keeps_groups_with_both_outcomes() -> None:
-    correct = flags(1, 0, 1, 1, 0, 0)
-    ids = torch.tensor([0, 0, 1, 1, 2, 2])
-    wanted = load_method("dapo").wants_groups(correct, ids).tolist()
-    assert wanted == [True, True, False, False, False, False]
-    assert load_method("grpo").wants_groups(correct, ids).all()
+    groups = [(True, False), (True, True), (False, False)]
+    assert [*map(load_method("dapo").wants_group, groups)] == [True, False, False]
+    assert all(map(load_method("grpo").wants_group, groups))
+    of_four = load_method("dapo", ["estimator={name: pass_at_k, k: 4}"]).wants_group
+    assert of_four((True, False, True, False)) and not of_four((True, False, True))
 
 
 def test_kl_in_the_reward_leaves_the_loss() -> None:
@@ -235,4 +222,4 @@ def test_kl_in_the_reward_leaves_the_loss() -> None:
     credit = method.credit(response_batch(rows))
     plain = load_method("grpo").credit(response_batch(rows))
     assert not torch.equal(credit.advantages, plain.advantages)
-    assert method.loss(token_batch(rows, credit)).kl_loss.item() == 0
+    assert method.loss(token_batch(rows, credit)).metrics["loss/kl"].item() == 0

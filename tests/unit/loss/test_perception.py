@@ -10,12 +10,11 @@ from torch import Tensor
 
 from megatron_rl.config.method import load_method
 from megatron_rl.loss import Method, TokenBatch
-from megatron_rl.loss.per_token import perception
+from megatron_rl.loss.per_token.perception import Perception
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 from tests.unit.loss.groups import changed, same, vector
 
-BOUNDS = {"max_log_ratio": 20.0, "max_kl": 10.0}
-NO_BOUNDS = {"max_log_ratio": 1e9, "max_kl": 1e99}
+UNBOUNDED = Perception(max_log_ratio=1e9, max_kl=1e99)
 NOTHING = [f"perception.{name}=0" for name in ("gamma", "eta", "eta_masked")]
 
 
@@ -24,13 +23,13 @@ def test_perception_kl_by_hand() -> None:
     logprobs = vector(-1, -3, -1, -2)
     masked = logprobs + vector(0, math.log(2), -math.log(2), 2)
     wanted = (0, 1 - math.log(2), math.log(2) - 0.5, math.e**2 - 3)
-    same(perception.perception_kl(logprobs, masked, **NO_BOUNDS), *wanted)
-    same(perception.perception_kl(logprobs, masked, **BOUNDS), *wanted)
+    same(UNBOUNDED.kl(logprobs, masked), *wanted)
+    same(Perception().kl(logprobs, masked), *wanted)
 
 
 def test_perception_kl_keeps_what_a_small_difference_has() -> None:
     """d^2 / 2 at d = 1e-6, which exp(d) - 1 - d loses in float64."""
-    found = perception.perception_kl(vector(0), vector(1e-6), **BOUNDS)
+    found = Perception().kl(vector(0), vector(1e-6))
     assert found.item() == pytest.approx(5e-13, rel=1e-6, abs=0)
 
 
@@ -39,25 +38,24 @@ def test_the_bounds_of_perception_kl_by_hand() -> None:
     first cut alone leaves 20 - 1 of -25."""
     logprobs = vector(-30, 0, -30, 0).requires_grad_()
     masked = vector(-27, -12, -5, -25)
-    found = perception.perception_kl(logprobs, masked, max_log_ratio=20.0, max_kl=18.0)
+    found = Perception(max_kl=18.0).kl(logprobs, masked)
     same(found.detach(), math.e**3 - 4, math.exp(-12) + 11, 18, 18)
     found.sum().backward()
     assert logprobs.grad is not None
     same(logprobs.grad, 1 - math.e**3, 1 - math.exp(-12), 0, 0)
-    found = perception.perception_kl(vector(0), vector(-25), max_log_ratio=20.0, max_kl=99.0)
+    found = Perception(max_kl=99.0).kl(vector(0), vector(-25))
     same(found, math.exp(-20) + 19)
-    same(
-        perception.perception_kl(vector(0), vector(25), max_log_ratio=2.0, max_kl=99.0),
-        math.e**2 - 3,
-    )
+    found = Perception(max_log_ratio=2.0, max_kl=99.0).kl(vector(0), vector(25))
+    same(found, math.e**2 - 3)
 
 
 def test_perception_loss_by_hand() -> None:
     """One token at d = log 2: KL = 1 - log 2, slopes 1 - 2 and 2 - 1."""
     logprobs = vector(-3).requires_grad_()
     masked = vector(-3 + math.log(2)).requires_grad_()
-    weights = {"gamma": 0.5, "eta": 0.25, "eta_masked": 0.125}
-    loss, kl = perception.perception_loss(logprobs, masked, **weights, **BOUNDS)
+    weighted = Perception(gamma=0.5, eta=0.25, eta_masked=0.125)
+    kl = weighted.kl(logprobs, masked)
+    loss = weighted.loss(logprobs, masked, kl)
     same(kl.detach(), 1 - math.log(2))
     same(loss.detach(), -0.5 * (1 - math.log(2)) + 0.25 * 3 + 0.125 * (3 - math.log(2)))
     loss.sum().backward()
@@ -72,8 +70,8 @@ def test_gradients_are_slopes() -> None:
     values = -2 * torch.rand(2, 9, generator=draw, dtype=torch.float64)
 
     def loss(logprobs: Tensor, masked: Tensor) -> Tensor:
-        knobs = {"gamma": 0.3, "eta": 0.2, "eta_masked": 0.1}
-        return perception.perception_loss(logprobs, masked, **knobs, **BOUNDS)[0]
+        weighted = Perception(gamma=0.3, eta=0.2, eta_masked=0.1)
+        return weighted.loss(logprobs, masked, weighted.kl(logprobs, masked))
 
     assert torch.autograd.gradcheck(loss, [each.requires_grad_() for each in values.clone()])
 
@@ -146,17 +144,3 @@ def test_metrics_by_hand() -> None:
     wanted = -0.02 * kl + 0.05 * 1.5 + 0.05 * masked
     assert found["loss/perception"] == pytest.approx(wanted)
     assert found["loss/total"] == pytest.approx(wanted)
-
-
-def test_what_it_reads() -> None:
-    method = load_method("papo")
-    assert "masked_logprobs" in method.reads and method.needs.ref_logprobs
-    assert "masked_logprobs" not in load_method("grpo").reads
-
-
-def test_a_batch_without_masked_logprobs_is_refused() -> None:
-    method = load_method("papo")
-    rows = rollout(1)
-    batch = token_batch(rows, method.credit(response_batch(rows)))
-    with pytest.raises(ValueError, match="has no masked_logprobs, but perception reads it"):
-        method.loss(changed(batch, masked_logprobs=None))

@@ -1,7 +1,6 @@
 """The composition of policy term, KL, entropy and corrections, by hand on three tokens of two
 responses."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -10,24 +9,25 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss import TokenBatch, choices
-from megatron_rl.loss.per_token.token_loss import LossPlan, token_loss
+from megatron_rl.loss.config import MethodConfig
+from megatron_rl.loss.per_token.token_loss import token_loss
 from tests.unit.loss.groups import flags, same, vector
 
-PLAN = LossPlan(
-    policy_loss="reinforce",
-    policy_knobs={},
-    aggregate=("seq_mean_token_mean", {}),
-    kl_aggregate=("seq_mean_token_mean", {}),
-    kl_estimator="k1",
-    kl_coef=(0.0, 0.0),
-    entropy_coef=0.0,
-    mismatch="none",
-    mismatch_cap=2.0,
-)
-PPO: dict[str, Any] = {
-    "policy_loss": "ppo_clip",
-    "policy_knobs": {"low": 0.2, "high": 0.2, "dual_c": None},
-}
+TIS = {"kind": "tis"}
+PPO: dict[str, Any] = {"policy_loss": {"name": "ppo_clip"}}
+KL = {"coef": 0.1, "estimator": "k1"}
+
+
+def plan(**changes: Any) -> MethodConfig:
+    """REINFORCE without KL, but for ``changes`` of the yaml."""
+    plain = {
+        "name": "plain",
+        "estimator": {"name": "zscore"},
+        "policy_loss": {"name": "reinforce"},
+        "aggregate": {"name": "seq_mean_token_mean"},
+        "kl": KL | {"coef": 0.0},
+    }
+    return MethodConfig(**plain | changes)
 
 
 def batch(**changes: Any) -> TokenBatch:
@@ -56,52 +56,51 @@ def _in_columns(changes: dict[str, Any]) -> dict[str, Any]:
     return found | {"token_columns": others}
 
 
-def run(plan: LossPlan = PLAN, **changes: Any) -> Any:
-    return token_loss(batch(**changes), plan, lambda sums: sums)
-
-
-def plan(**changes: Any) -> LossPlan:
-    return dataclasses.replace(PLAN, **changes)
+def run(config: MethodConfig | None = None, **changes: Any) -> Any:
+    return token_loss(batch(**changes), config or plan())
 
 
 def test_aggregations_by_hand() -> None:
     """Per-token losses -A logp are 1, 2 and -6."""
     for name, expected in (
-        (("seq_mean_token_mean", {}), (1.5 - 6) / 2),
-        (("token_mean", {}), -1.0),
-        (("seq_mean_token_sum", {}), -1.5),
-        (("seq_mean_token_sum_norm", {"norm_len": 10}), -0.15),
+        ({"name": "seq_mean_token_mean"}, (1.5 - 6) / 2),
+        ({"name": "token_mean"}, -1.0),
+        ({"name": "seq_mean_token_sum"}, -1.5),
+        ({"name": "seq_mean_token_sum_norm", "norm_len": 10}, -0.15),
     ):
-        same(run(plan(aggregate=name, kl_aggregate=name)).loss[None].detach(), expected)
+        same(run(plan(aggregate=name)).loss[None].detach(), expected)
 
 
 def test_kl_by_hand() -> None:
     """Weighted k1: 0.5, 0, -0.5. Sequence mean: (0.25 - 0.5) / 2; token mean: 0. The coefficient is
     0.1."""
-    result = run(plan(kl_coef=(0.1, 0.1)))
-    same(result.kl_loss[None].detach(), -0.0125)
+    result = run(plan(kl=KL))
+    same(result.metrics["loss/kl"][None], -0.0125)
     same(result.loss[None].detach(), -2.25 - 0.0125)
-    same(run(plan(kl_coef=(0.1, 0.1), kl_aggregate=("token_mean", {}))).kl_loss[None].detach(), 0)
+    same(run(plan(kl=KL | {"aggregate": {"name": "token_mean"}})).metrics["loss/kl"][None], 0)
     same(result.metrics["kl/reference_mean"][None], -0.5 / 3)
+
+
+BY_SIGN = KL | {"coef": 0.0, "coef_positive": 0.1, "coef_negative": 0.4}
 
 
 def test_kl_coefficients_by_sign() -> None:
     """0.1 for the correct response, 0.4 for the incorrect one, times its weight 0.5: (0.025 - 0.2)
     / 2."""
-    same(run(plan(kl_coef=(0.1, 0.4))).kl_loss[None].detach(), -0.0875)
+    same(run(plan(kl=BY_SIGN)).metrics["loss/kl"][None], -0.0875)
 
 
 def test_gradient_of_the_whole_by_hand() -> None:
     """-A w + coef weight w: w = 1/4, 1/4, 1/2."""
     data = batch()
-    token_loss(data, plan(kl_coef=(0.1, 0.1)), lambda sums: sums).loss.backward()
+    token_loss(data, plan(kl=KL)).loss.backward()
     assert data.logprobs.grad is not None
     same(data.logprobs.grad, -0.25 + 0.025, -0.25 + 0.025, 1 + 0.025)
 
 
 def test_entropy_by_hand() -> None:
     """Subtracted, aggregated like the policy term: 0.2 * ((1 + 3) / 2 + 5) / 2 = 0.7."""
-    same(run(plan(entropy_coef=0.2), entropy=vector(1, 3, 5)).loss[None].detach(), -2.25 - 0.7)
+    same(run(plan(entropy={"coef": 0.2}), entropy=vector(1, 3, 5)).loss[None].detach(), -2.25 - 0.7)
     result = run(entropy=vector(1, 3, 5))
     same(result.loss[None].detach(), -2.25)
     same(result.metrics["entropy/mean"][None], 3)
@@ -113,8 +112,8 @@ def test_masked_tokens_are_never_used() -> None:
     for changes in (
         {},
         PPO,
-        {"policy_loss": "gspo", "policy_knobs": {"low": 0.2, "high": 0.2}},
-        {"policy_loss": "cispo", "policy_knobs": {"low": 1.0, "high": 2.0}},
+        {"policy_loss": {"name": "gspo", "low": 0.2, "high": 0.2}},
+        {"policy_loss": {"name": "cispo"}},
     ):
         for mismatch in ("none", "tis", "icepop", "sequence_mask"):
             data = batch(
@@ -126,9 +125,7 @@ def test_masked_tokens_are_never_used() -> None:
                 loss_mask=flags(1, 0, 1),
             )
             result = token_loss(
-                data,
-                plan(kl_coef=(0.1, 0.1), entropy_coef=0.1, mismatch=mismatch, **changes),
-                lambda sums: sums,
+                data, plan(kl=KL, entropy={"coef": 0.1}, mismatch={"kind": mismatch}, **changes)
             )
             result.loss.backward()
             assert data.logprobs.grad is not None
@@ -143,9 +140,7 @@ def test_masked_tokens_are_never_used() -> None:
 def test_an_empty_mask_and_an_empty_batch_give_zero() -> None:
     for changes in ({"loss_mask": flags(0, 0, 0), "sampler_logprobs": vector(-1, -2, -3)}, EMPTY):
         data = batch(**changes)
-        result = token_loss(
-            data, plan(kl_coef=(0.1, 0.1), mismatch="tis", **PPO), lambda sums: sums
-        )
+        result = token_loss(data, plan(kl=KL, mismatch=TIS, **PPO))
         result.loss.backward()
         assert (
             result.loss.item() == 0
@@ -169,18 +164,18 @@ def test_correction_weights_the_policy_term_alone() -> None:
     """w = min(exp(old - sampler), 2) = 0.5, 2, 1 on losses 1, 2, -6: (0.25 + 2 - 6) / 2; the KL
     stays."""
     sampler = vector(-1 - math.log(0.5), -2 - math.log(8), -3)
-    result = run(plan(mismatch="tis", kl_coef=(0.1, 0.1)), sampler_logprobs=sampler)
-    same(result.policy_loss[None].detach(), (0.25 + 2 - 6) / 2)
-    same(result.kl_loss[None].detach(), -0.0125)
+    result = run(plan(mismatch=TIS, kl=KL), sampler_logprobs=sampler)
+    same(result.metrics["loss/policy"][None], (0.25 + 2 - 6) / 2)
+    same(result.metrics["loss/kl"][None], -0.0125)
     same(result.metrics["policy/ratio_mean"][None], 1)
     same(result.metrics["policy/correction_weight_mean"][None], 3.5 / 3)
     same(
-        run(plan(mismatch="tis"), old_logprobs=sampler, sampler_logprobs=sampler).metrics[
+        run(plan(mismatch=TIS), old_logprobs=sampler, sampler_logprobs=sampler).metrics[
             "policy/correction_weight_mean"
         ][None],
         1,
     )
-    dropped = run(plan(mismatch="icepop"), sampler_logprobs=sampler)
+    dropped = run(plan(mismatch={"kind": "icepop"}), sampler_logprobs=sampler)
     same(dropped.metrics["policy/correction_dropped_share"][None], 1 / 3)
 
 
@@ -220,26 +215,32 @@ def test_sequence_sum_reaches_the_ratio_and_the_mask() -> None:
         num_responses=1,
         num_tokens=2,
     )
-    gspo = plan(policy_loss="gspo", policy_knobs={"low": 3e-4, "high": 4e-4})
-    result = token_loss(TokenBatch(**data), gspo, lambda sums: sums + 0.4)
+    gspo = plan(policy_loss={"name": "gspo"})
+    result = token_loss(TokenBatch(**data), gspo, None, lambda sums: sums + 0.4)
     same(result.loss[None].detach(), math.exp(0.3) / 2)
+
+
+BONUS = {"entropy_bonus": {"alpha": 0.4, "kappa": 2.0}}
 
 
 def test_token_shaping_by_hand() -> None:
     """A = 1, 1, -2 and 0.4 H = 0.4, 1.2, 0.4, of which |A| / 2 leaves 0.4, 0.5, 0.4: the losses
     -A logp are 1.4, 3 and -4.8. In order: the bonus is of what came before it."""
-    bonus = ("entropy_bonus", {"alpha": 0.4, "kappa": 2.0})
-    result = run(plan(token_shaping=(bonus,)), entropy=vector(1, 3, 1))
-    same(result.policy_loss[None].detach(), (2.2 - 4.8) / 2)
+    result = run(plan(token_shaping=BONUS), entropy=vector(1, 3, 1))
+    same(result.metrics["loss/policy"][None], (2.2 - 4.8) / 2)
     same(result.metrics["policy/token_advantage_mean"][None], (1.4 + 1.5 - 1.6) / 3)
-    twice = run(plan(token_shaping=(bonus, bonus)), entropy=vector(1, 3, 1))
-    same(twice.metrics["policy/token_advantage_mean"][None], (1.8 + 2.25 - 1.2) / 3)
+    choices.TOKEN_SHAPERS.entering("doubled")(lambda advantages: 2 * advantages)
+    try:
+        both = run(plan(token_shaping={**BONUS, "doubled": {}}), entropy=vector(1, 3, 1))
+    finally:
+        del choices.TOKEN_SHAPERS["doubled"]
+    same(both.metrics["policy/token_advantage_mean"][None], 2 * (1.4 + 1.5 - 1.6) / 3)
 
 
 def test_token_shaping_has_no_gradient() -> None:
     """Also where the loss is given entropies with one."""
     entropy = vector(1, 3, 1).requires_grad_()
-    shaped = plan(token_shaping=(("entropy_bonus", {}),), entropy_coef=0.2)
+    shaped = plan(token_shaping=BONUS, entropy={"coef": 0.2})
     run(shaped, entropy=entropy).loss.backward()
     assert entropy.grad is not None
     same(entropy.grad, -0.05, -0.05, -0.1)
@@ -251,11 +252,11 @@ def leaky(advantages: Tensor, logprobs: Tensor) -> Tensor:
 
 def test_what_a_token_shaper_returns_is_a_constant() -> None:
     """A + logp = 0, -1, -5: the gradient is -(A + logp) w alone."""
-    choices.TOKEN_SHAPERS.enter("leaky", leaky)
+    choices.TOKEN_SHAPERS.entering()(leaky)
     try:
         data = batch()
-        shaped = plan(token_shaping=(("leaky", {}),))
-        token_loss(data, shaped, lambda sums: sums).loss.backward()
+        shaped = plan(token_shaping={"leaky": {}})
+        token_loss(data, shaped).loss.backward()
     finally:
         del choices.TOKEN_SHAPERS["leaky"]
     assert data.logprobs.grad is not None
@@ -267,7 +268,7 @@ def test_clip_shares_of_bounds_that_differ_by_token() -> None:
     1.3 of the first is."""
     old = vector(-1 - math.log(1.3), *[-1] * 4, -1 - math.log(1.4))
     result = run(
-        plan(policy_loss="entropy_clip", policy_knobs={}),
+        plan(policy_loss={"name": "entropy_clip"}),
         logprobs=vector(*[-1] * 6).requires_grad_(),
         old_logprobs=old,
         response_index=torch.zeros(6, dtype=torch.int64),
@@ -279,24 +280,19 @@ def test_clip_shares_of_bounds_that_differ_by_token() -> None:
         entropy=vector(10, 0, 20, 30, 40, 50),
     )
     same(result.metrics["policy/clip_up_positive_share"][None], 1 / 6)
-    same(result.policy_loss[None].detach(), -(1.2 + 4 + 1.4) / 6)
+    same(result.metrics["loss/policy"][None], -(1.2 + 4 + 1.4) / 6)
 
 
 def test_missing_fields_are_named() -> None:
-    bonus = ("entropy_bonus", {})
-    with pytest.raises(ValueError, match=r"has no entropy, .* token shaper entropy_bonus"):
-        run(plan(token_shaping=(bonus,)))
-    with pytest.raises(ValueError, match=r"has no entropy, .* policy loss entropy_clip"):
-        run(plan(policy_loss="entropy_clip"))
-    with pytest.raises(ValueError, match=r"no group_accuracy, .* token shaper zero_variance"):
-        run(plan(token_shaping=(("zero_variance", {}),)), entropy=vector(1, 1, 1))
-    with pytest.raises(ValueError, match=r"no ref_logprobs, .* set kl\.coef=0"):
-        run(plan(kl_coef=(0.1, 0.1)), ref_logprobs=None)
-    with pytest.raises(ValueError, match=r"no correct, .*coef_positive"):
-        run(plan(kl_coef=(0.1, 0.2)), correct=None)
-    with pytest.raises(ValueError, match=r"no entropy, .* entropy\.coef=0"):
-        run(plan(entropy_coef=0.1))
-    with pytest.raises(ValueError, match=r"no sampler_logprobs, .* tis"):
-        run(plan(mismatch="tis"))
-    with pytest.raises(ValueError, match=r"aggregate\.norm_len is null"):
-        run(plan(aggregate=("seq_mean_token_sum_norm", {"norm_len": None})))
+    for changes, lacking, message in (
+        ({"token_shaping": BONUS}, {}, "has no entropy, but the method reads it"),
+        ({"policy_loss": {"name": "entropy_clip"}}, {}, "no entropy"),
+        ({"token_shaping": {"zero_variance": {}}}, {"entropy": vector(1, 1, 1)}, "group_accuracy"),
+        ({"kl": KL}, {"ref_logprobs": None}, "no ref_logprobs"),
+        ({"kl": BY_SIGN}, {"correct": None}, "no correct"),
+        ({"entropy": {"coef": 0.1}}, {}, "no entropy"),
+        ({"mismatch": TIS}, {}, "no sampler_logprobs"),
+        ({"aggregate": {"name": "seq_mean_token_sum_norm"}}, {}, r"aggregate\.norm_len is null"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(plan(**changes), **lacking)

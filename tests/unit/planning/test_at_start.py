@@ -10,9 +10,12 @@ import pytest
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.at_start import check_memory
+from megatron_rl.loss import register_shaper
+from megatron_rl.planning.at_start import check_memory, plan
+from megatron_rl.planning.phases import MemoryBudget
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
+from megatron_rl.signals import Signal, register_signal
 from tests.e2e.toy import write_large_config, write_model
 from tests.launch import REPO
 
@@ -66,6 +69,30 @@ def test_the_quickstart_says_its_plan_in_one_line_and_fits(model, caplog):
     assert float(line.rsplit(" of ")[-1]) <= 1.01 * available_gib() / 2, (
         "a rank has its share of the host"
     )
+
+
+@pytest.mark.usefixtures("fresh_registries")
+def test_a_reference_that_a_signal_reads_is_planned(model):
+    """The signal says so, whoever reads it: here a shaper of a plug-in, in a method without KL."""
+
+    @register_signal
+    class FarFromReference(Signal):
+        columns = ("distance",)
+        scores = ("ref",)
+
+    @register_shaper("nearer")
+    def nearer(advantages, distance): ...
+
+    budget = MemoryBudget("cpu", 1e6)
+    plain, shaped, with_kl = (
+        plan(config(model, *chosen), 2, budget, fused=False)[0]
+        for chosen in (
+            ["method=dr_grpo"],
+            ["method=dr_grpo", "method.shaping.nearer={}"],
+            ["method=dr_grpo", "method.kl.coef=0.1"],
+        )
+    )
+    assert plain.reference == 0 < shaped.reference == with_kl.reference
 
 
 def test_the_smallest_rank_decides_for_all(model):

@@ -12,7 +12,7 @@ from megatron_rl.models import architecture_from
 from megatron_rl.planning.policy_memory import live_layers
 from megatron_rl.planning.workload import workload
 from megatron_rl.policy.activations import layer_activations
-from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.packing_plan import PlanRule, plan_microbatches
 from megatron_rl.policy.batches.work_model import WorkModel
 from tests.unit.planning_of_7b import (
     EMBEDDING,
@@ -211,7 +211,7 @@ def test_what_is_planned_bounds_what_is_packed(prompts, responses, ranks, multip
     for _ in range(50):
         lengths = [draw.choice((20, 500, 4000, 4096)) for _ in range(prompts * responses)]
         sizes = dict(data_parallel_size=ranks, tokens_per_microbatch=20000, multiple=multiple)
-        packed = plan_microbatches(lengths, range(len(lengths)), work=model, **sizes)
+        packed = plan_microbatches(lengths, range(len(lengths)), PlanRule(work=model, **sizes))
         for rank in packed:
             for microbatch in rank:
                 assert sum(lengths[row] for row in microbatch) <= most

@@ -15,9 +15,10 @@ from megatron_rl.policy.batches.microbatches import (
     multiples,
     padded_lengths,
 )
-from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.packing_plan import PlanRule, plan_microbatches
 from megatron_rl.policy.passes.attention import group, zigzag
 from megatron_rl.types import SequenceBatch
+from tests.unit.data.plain_packing import BY_TOKENS
 
 CPU = torch.device("cpu")
 # Sequences "5 6 | 7" (row 0), "8 | 9 10 11" (row 1) and "12 | 13" (row 2); response tokens 7 | 9 10
@@ -163,9 +164,7 @@ def test_of_log_normal_lengths_at_least_95_of_100_computed_tokens_are_real(layou
     per tensor, FP8 in blocks."""
     draw = random.Random(0)
     lengths = [min(4096, max(8, int(draw.lognormvariate(6, 1)))) for _ in range(512)]
-    plan = plan_microbatches(
-        lengths, range(512), data_parallel_size=4, tokens_per_microbatch=8192, multiple=1
-    )
+    plan = plan_microbatches(lengths, range(512), PlanRule(4, 8192, 1, BY_TOKENS))
     ones = torch.ones(512, dtype=torch.long)
     batch = SequenceBatch(
         torch.zeros(sum(lengths), dtype=torch.long), ones, torch.tensor(lengths) - ones
@@ -184,7 +183,7 @@ def test_temperatures_go_with_their_tokens() -> None:
     assert packed.index.tolist() == [1, 2, 3, 0]
     assert packed.temperatures is not None
     assert packed.temperatures.tolist() == pytest.approx([0.6, 0.7, 0.8, 0.5])
-    packed = Packer(NO_RULE, 0, 1, CPU, prompts=True).pack(batch, [0])
+    packed = Packer(NO_RULE, 0, 1, CPU).pack(batch, [0], prompts=True)
     assert packed.targets.tolist() == [6, 7] and packed.index[1] == 0
     assert packed.temperatures is not None
     assert packed.temperatures.tolist() == pytest.approx([1, 0.5])

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.policy.batches.packing_plan import (
+    PlanRule,
     largest_differencing,
-    plan_costs,
     plan_microbatches,
+    rough_plan,
 )
 from megatron_rl.policy.batches.work_model import WorkModel
 from tests.unit.data import plain_packing
+from tests.unit.data.plain_packing import BY_TOKENS
 
 BUDGET = 64
 
@@ -30,9 +32,7 @@ BUDGET = 64
 )
 def test_a_plan_is_a_partition_of_the_rows_within_the_budget(lengths, ranks, multiple, seed):
     rows = random.Random(seed).sample(range(len(lengths)), k=len(lengths) * 3 // 4)
-    plan = plan_microbatches(
-        lengths, rows, data_parallel_size=ranks, tokens_per_microbatch=BUDGET, multiple=multiple
-    )
+    plan = plan_microbatches(lengths, rows, PlanRule(ranks, BUDGET, multiple, BY_TOKENS))
     bins = [part for rank in plan for part in rank]
     assert (
         len(plan) == ranks
@@ -47,7 +47,7 @@ def test_a_plan_is_a_partition_of_the_rows_within_the_budget(lengths, ranks, mul
     )
     shuffled = random.Random(seed + 1).sample(rows, k=len(rows))
     assert plan == plan_microbatches(
-        lengths, shuffled, data_parallel_size=ranks, tokens_per_microbatch=BUDGET, multiple=multiple
+        lengths, shuffled, PlanRule(ranks, BUDGET, multiple, BY_TOKENS)
     )
 
 
@@ -67,9 +67,7 @@ def test_differencing_by_hand():
 def test_where_balance_overruns_the_budget_a_tight_packing_is_used():
     # 10 = 6 + 4 = 5 + 5: only this pairing fits two micro-batches of 10, and one more would be
     # waste.
-    plan = plan_microbatches(
-        [5, 6, 5, 4], range(4), data_parallel_size=1, tokens_per_microbatch=10, multiple=1
-    )
+    plan = plan_microbatches([5, 6, 5, 4], range(4), PlanRule(1, 10, 1, BY_TOKENS))
     assert sorted(plan[0]) == [[0, 2], [1, 3]]
 
 
@@ -77,9 +75,7 @@ def test_bins_left_over_by_a_tight_packing_are_filled():
     # 7+3, 6+4, 5+5 fills three bins exactly, balance alone overruns at 4 bins nowhere: every one of
     # 4 bins gets rows.
     lengths = [7, 3, 6, 4, 5, 5]
-    plan = plan_microbatches(
-        lengths, range(6), data_parallel_size=2, tokens_per_microbatch=10, multiple=2
-    )
+    plan = plan_microbatches(lengths, range(6), PlanRule(2, 10, 2, BY_TOKENS))
     assert all(part for rank in plan for part in rank)
 
 
@@ -88,9 +84,7 @@ def test_log_normal_lengths_fill_and_balance():
     micro-batch."""
     rng = random.Random(0)
     lengths = [min(8192, max(8, int(rng.lognormvariate(6, 1)))) for _ in range(1024)]
-    plan = plan_microbatches(
-        lengths, range(1024), data_parallel_size=4, tokens_per_microbatch=16384, multiple=1
-    )
+    plan = plan_microbatches(lengths, range(1024), PlanRule(4, 16384, 1, BY_TOKENS))
     per_rank = [[sum(lengths[row] for row in part) for part in rank] for rank in plan]
     total, num_bins = sum(lengths), 4 * len(plan[0])
     assert total / (4 * max(map(sum, per_rank))) > 0.99
@@ -105,12 +99,8 @@ def test_a_row_over_the_budget_is_named():
     with pytest.raises(
         ValueError, match=r"tokens_per_microbatch = 10: sequence 2 alone has 11 tokens; raise it"
     ):
-        plan_microbatches(
-            [3, 10, 11], [0, 1, 2], data_parallel_size=1, tokens_per_microbatch=10, multiple=1
-        )
-    assert plan_microbatches(
-        [3, 10, 11], [0, 1], data_parallel_size=1, tokens_per_microbatch=10, multiple=1
-    ) == [[[1], [0]]]
+        plan_microbatches([3, 10, 11], [0, 1, 2], PlanRule(1, 10, 1, BY_TOKENS))
+    assert plan_microbatches([3, 10, 11], [0, 1], PlanRule(1, 10, 1, BY_TOKENS)) == [[[1], [0]]]
 
 
 ROW = st.tuples(st.integers(1, 30), st.integers(1, BUDGET))  # cost, tokens of the budget
@@ -131,7 +121,7 @@ def test_a_plan_is_that_of_the_plain_way(table, ranks, multiple, budget, dropped
     rows = list(range(len(table)))[:: dropped + 1]
     sizes = dict(data_parallel_size=ranks, tokens_per_microbatch=budget, multiple=multiple)
     expected = plain_packing.plan(costs, rows, budgeted=tokens, **sizes)
-    assert plan_microbatches(costs, rows, budgeted=tokens, **sizes) == expected
+    assert rough_plan(costs, rows, tokens, PlanRule(**sizes, work=BY_TOKENS)) == expected
 
 
 def work_of_ranks(plan, work) -> list[int]:
@@ -148,7 +138,7 @@ def work_of_ranks(plan, work) -> list[int]:
 def test_ranks_leveled_by_work_keep_what_a_plan_promises(lengths, ranks, multiple, crossover):
     model = WorkModel(crossover)
     sizes = dict(data_parallel_size=ranks, tokens_per_microbatch=BUDGET, multiple=multiple)
-    plan = plan_microbatches(lengths, range(len(lengths)), work=model, **sizes)
+    plan = plan_microbatches(lengths, range(len(lengths)), PlanRule(work=model, **sizes))
     microbatches = [rows for rank in plan for rows in rank]
     assert len(plan) == ranks
     assert len({len(rank) for rank in plan}) == 1
@@ -159,7 +149,7 @@ def test_ranks_leveled_by_work_keep_what_a_plan_promises(lengths, ranks, multipl
     tokens = [[sum(lengths[row] for row in rows) for rows in rank] for rank in plan]
     assert all(rank == sorted(rank, reverse=True) for rank in tokens)
     work = model.work(np.array(lengths, dtype=np.int64)).tolist()
-    rough = plan_costs(work, range(len(lengths)), budgeted=lengths, level=False, **sizes)
+    rough = rough_plan(work, range(len(lengths)), lengths, PlanRule(**sizes, work=model))
     assert max(work_of_ranks(plan, work)) <= max(work_of_ranks(rough, work))
 
 
@@ -168,8 +158,14 @@ def test_balance_by_work_by_hand():
     # and 2: 42 against 34 is the best.
     lengths = [6, 4, 3, 1]
     sizes = dict(data_parallel_size=2, tokens_per_microbatch=8, multiple=1)
-    assert plan_microbatches(lengths, range(4), **sizes) == [[[1, 2]], [[0, 3]]]
-    assert plan_microbatches(lengths, range(4), work=WorkModel(1), **sizes) == [[[0]], [[1, 2, 3]]]
+    assert plan_microbatches(lengths, range(4), PlanRule(**sizes, work=BY_TOKENS)) == [
+        [[1, 2]],
+        [[0, 3]],
+    ]
+    assert plan_microbatches(lengths, range(4), PlanRule(work=WorkModel(1), **sizes)) == [
+        [[0]],
+        [[1, 2, 3]],
+    ]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -180,19 +176,12 @@ def test_long_responses_on_64_ranks_are_even_in_work(seed):
     model = WorkModel(70_452)
     work = model.work(lengths)
 
-    def imbalance(balanced: WorkModel | None) -> float:
-        plan = plan_microbatches(
-            lengths.tolist(),
-            range(1024),
-            data_parallel_size=64,
-            tokens_per_microbatch=32768,
-            multiple=1,
-            work=balanced,
-        )
+    def imbalance(balanced: WorkModel) -> float:
+        plan = plan_microbatches(lengths.tolist(), range(1024), PlanRule(64, 32768, 1, balanced))
         of_ranks = work_of_ranks(plan, work)
         return max(of_ranks) * 64 / sum(of_ranks)
 
-    assert imbalance(None) > 1.1
+    assert imbalance(BY_TOKENS) > 1.05
     assert imbalance(model) < 1.02
 
 
@@ -201,13 +190,6 @@ def test_a_plan_for_1024_ranks_does_not_take_quadratic_time():
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(8.0, 0.8, 16384), 16, 16384).astype(int).tolist()
     begin = time.process_time()
-    plan = plan_microbatches(
-        lengths,
-        range(16384),
-        data_parallel_size=1024,
-        tokens_per_microbatch=16384,
-        multiple=1,
-        work=WorkModel(70_452),
-    )
+    plan = plan_microbatches(lengths, range(16384), PlanRule(1024, 16384, 1, WorkModel(70_452)))
     assert time.process_time() - begin < 10
     assert sum(len(rows) for rank in plan for rows in rank) == 16384

@@ -23,6 +23,7 @@ def rows(uid: str, *correct: bool) -> list[dict]:
             "reward": float(is_right),
             "tokens": 2 + number,
             "truncated": not is_right,
+            "problem": None if number < 2 else "its worker died",
         }
         for number, is_right in enumerate(correct)
     ]
@@ -32,21 +33,24 @@ def test_portions_become_one_file_in_their_order(tmp_path):
     file = AnswerFile(tmp_path, 20, "digest")
     assert (file.is_whole, file.answered()) == (False, set())
     file.add([rows("b:1", True, False), rows("b:2", True, True)])
-    file.add([rows("a:1", False, False)])
+    file.add([rows("a:1", False, False, False)])
     assert (file.is_whole, file.answered()) == (False, {"b:1", "b:2", "a:1"})
     file.finish()
     assert (file.is_whole, file.answered()) == (True, {"b:1", "b:2", "a:1"})
     assert [path.name for path in tmp_path.iterdir()] == ["step_000020.parquet"]
-    everything = rows("b:1", True, False) + rows("b:2", True, True) + rows("a:1", False, False)
+    everything = (
+        rows("b:1", True, False) + rows("b:2", True, True) + rows("a:1", False, False, False)
+    )
     assert pq.read_table(file.path).to_pylist() == everything
     judged = file.judged()
-    assert judged.group_ids.tolist() == [0, 0, 1, 1, 2, 2]
-    assert judged.correct.tolist() == [True, False, True, True, False, False]
-    assert judged.lengths.tolist() == [2, 3] * 3
-    assert judged.extracted == ["7", "8", "7", "7", "8", "8"]
+    assert judged.group_ids.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert judged.correct.tolist() == [True, False, True, True, False, False, False]
+    assert judged.lengths.tolist() == [2, 3, 2, 3, 2, 3, 4]
+    assert judged.extracted == ["7", "8", "7", "7", "8", "8", "8"]
+    assert judged.has_verdict.tolist() == [True] * 6 + [False]
     assert steps_there(tmp_path) == {20: "digest"}
     file.finish()  # nothing is left to do
-    assert pq.read_table(file.path).num_rows == 6
+    assert pq.read_table(file.path).num_rows == 7
 
 
 def test_what_a_kill_cuts_off_is_not_there(tmp_path):

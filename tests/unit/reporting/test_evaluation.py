@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from megatron_rl.reporting.evaluation import (
     Judged,
@@ -13,9 +12,7 @@ from megatron_rl.reporting.evaluation import (
     evaluation_table,
     majority_is_right,
 )
-from megatron_rl.reporting.figures import draw_pass_at_k
 from megatron_rl.reporting.metrics import defined
-from megatron_rl.reporting.sinks import MetricsFile
 
 
 @pytest.mark.parametrize(
@@ -46,6 +43,7 @@ def judged(sources=("a", "b")) -> Judged:
         lengths=np.array([1, 2, 3, 4, 5, 6, 7, 8]),
         truncated=np.array([False, False, True, False, False, False, False, False]),
         extracted=["7", "8", "8", "", "5", "5", "4", "5"],
+        has_verdict=np.ones(8, dtype=bool),
     )
 
 
@@ -73,6 +71,7 @@ def test_a_row_of_a_run_has_accuracy_by_source_and_no_majority_of_single_respons
         lengths=whole.lengths[:2],
         truncated=whole.truncated[:2],
         extracted=whole.extracted[:2],
+        has_verdict=whole.has_verdict[:2],
     )
     assert list(evaluation_metrics(single, [1])) == [
         "eval/accuracy",
@@ -85,6 +84,31 @@ def test_a_row_of_a_run_has_accuracy_by_source_and_no_majority_of_single_respons
     ]
     metrics = evaluation_metrics(whole, [])
     assert (metrics["eval/accuracy/a"], metrics["eval/accuracy/b"]) == (0.25, 0.75)
+
+
+def test_responses_without_a_verdict_count_in_lengths_alone():
+    """One of four leaves the first prompt, three of four the second."""
+    has_verdict = np.array([True, True, True, False, False, False, False, True])
+    some = Judged(**{**vars(judged()), "has_verdict": has_verdict})
+    assert evaluation_metrics(some, [1, 2, 4]) == {
+        "eval/excluded_share": 0.5,
+        "eval/accuracy": 0.5,
+        "eval/reward_mean": 0.75,
+        "eval/response_tokens_mean": 4.5,
+        "eval/truncated_share": 0.125,
+        "eval/pass_at_1": pytest.approx((1 / 3 + 1) / 2),
+        "eval/pass_at_2": pytest.approx(2 / 3),  # of the first prompt; the second has one left
+        "eval/maj_at_4": 0.5,  # 8 has two votes of three, and is wrong
+        "eval/accuracy/a": pytest.approx(1 / 3),
+        "eval/accuracy/b": 1.0,
+    }
+    table = evaluation_table([{"step": 0, **detailed_metrics(some, [1])}])
+    assert table.split("\n")[0].endswith("excluded %") and table.split("\n")[2].endswith("50.0")
+    none = Judged(**{**vars(judged()), "has_verdict": np.zeros(8, dtype=bool)})
+    assert detailed_metrics(none, [1])["eval/excluded_share"] == 1
+    assert [key for key in detailed_metrics(none, [1]) if "accuracy" in key or "pass" in key] == []
+    lines = evaluation_table([{"step": 0, **detailed_metrics(none, [1])}]).split("\n")[2:]
+    assert [line.split()[1:3] for line in lines] == [["all", "-"], ["a", "-"], ["b", "-"]]
 
 
 def test_programs_have_no_majority():
@@ -120,19 +144,3 @@ def test_the_table_has_a_line_for_each_step_and_source(tmp_path):
     )
     assert lines[3] == "0 a 25.0 25.0 50.0 0.0 2.5 25.0"
     assert [line.split()[0] for line in lines[2:]] == ["0"] * 3 + ["20"] * 3
-
-
-def test_pass_at_k_is_drawn_for_one_step_and_for_several(tmp_path):
-    rows = [{"step": step, **detailed_metrics(judged(), [1, 2, 4])} for step in (0, 20)]
-    widths = []
-    for number in (1, 2):
-        path = tmp_path / f"{number}.jsonl"
-        for row in rows[:number]:
-            MetricsFile(path)(row)
-        widths.append(imread(draw_pass_at_k(path, tmp_path / "figure.png")).shape[1])
-    assert widths[1] == pytest.approx(2 * widths[0], abs=2)  # a second panel
-    MetricsFile(tmp_path / "without.jsonl")({"step": 0, "eval/accuracy": 0.5})
-    with pytest.raises(
-        ValueError, match=r"without\.jsonl: has no pass@k; give evaluation\.pass_at"
-    ):
-        draw_pass_at_k(tmp_path / "without.jsonl", tmp_path / "figure.png")

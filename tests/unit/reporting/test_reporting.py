@@ -8,7 +8,7 @@ import json
 import pytest
 from matplotlib.image import imread
 
-from megatron_rl.reporting.figures import draw_curves
+from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.pass_at_k import pass_at_k
 from megatron_rl.reporting.report import report, table
 
@@ -70,29 +70,39 @@ def test_report_says_what_was_not_finite_and_how_many_steps_were_skipped(tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("shares", "line"),
+    [([0.0, 0.0], "mean 0.0%"), ([0.0, 0.5, 0.25], "mean 25.0% most 50.0% @ 2"), ([], None)],
+)
+def test_report_says_how_many_responses_had_no_verdict(tmp_path, shares, line):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 0, "eval/accuracy": 0.25}]
+    rows += [{"step": step, "reward/excluded_share": x} for step, x in enumerate(shares, start=1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = "responses without a verdict"
+    found = [" ".join(one.split()) for one in report(path).splitlines() if one.startswith(head)]
+    assert found == ([] if line is None else [f"{head} {line}"])
+
+
 def test_table_is_aligned():
     assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\n-------\nccc   d"
 
 
 def test_a_figure_shows_the_panels_a_run_has(tmp_path):
     """More metrics draw a larger figure with more ink in it; nothing to draw is an error."""
-    small = imread(draw_curves(write_metrics(tmp_path / "metrics.jsonl"), tmp_path / "small.png"))
     more = {
         "rollout/entropy": 0.5,
         "kl/reference_mean": 0.1,
         "throughput/response_tokens_per_s": 9.0,
     }
-    large = imread(
-        draw_curves(
-            write_metrics(tmp_path / "metrics.jsonl", **more),
-            tmp_path / "deep" / "large.png",
-            title="a run",
-        )
-    )
-    assert (
-        large.shape[0] > small.shape[0]
-        and (large[..., :3] < 0.5).sum() > 1.3 * (small[..., :3] < 0.5).sum()
-    )
-    (tmp_path / "empty.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(ValueError, match="none of the metrics of the figure"):
-        draw_curves(tmp_path / "empty.jsonl", tmp_path / "no.png")
+    images = []
+    for out, extra in ((tmp_path / "small.png", {}), (tmp_path / "deep" / "large.png", more)):
+        draw_curves(write_metrics(tmp_path / "metrics.jsonl", **extra), out)
+        images.append(imread(out))
+    small, large = images
+    assert large.shape[0] > small.shape[0]
+    assert (large[..., :3] < 0.5).sum() > 1.3 * (small[..., :3] < 0.5).sum()
+    for text in ("", '{"step": 0}\n'):
+        (tmp_path / "empty.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="none of the metrics of the figure"):
+            draw_curves(tmp_path / "empty.jsonl", tmp_path / "no.png")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.row_file import archive_rows, check_rows
 
 
@@ -48,14 +49,17 @@ def test_nothing_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["\x00\x00\x00", "[1]", '{"reward": 1}', '{"step": "3"}', '{"step": 3']
+    "line",
+    [b"\x00\x00", b"[1]", b'{"a": 1}', b'{"step": "3"}', b'{"step": true}', b'{"step": 3', b"\xff"],
 )
 def test_damage_is_named_with_its_line_and_a_remedy(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    for action in (lambda: check_rows(path), lambda: archive_rows(path, 1)):
-        with pytest.raises(
-            ValueError, match=r"metrics.jsonl: line 2 is damaged .*move the file away"
-        ):
-            action()
-    assert path.read_text().count("\n") == 3
+    for end in (b'\n{"step": 3}\n', b"\n"):  # with a line break it is no line that was cut off
+        content = b'{"step": 1}\n\n' + line + end
+        path.write_bytes(content)
+        for action in (check_rows, read_metrics, lambda file: archive_rows(file, 1)):
+            with pytest.raises(
+                ValueError, match=r"metrics.jsonl: line 3 is damaged .*move the file away"
+            ):
+                action(path)
+        assert path.read_bytes() == content

@@ -23,6 +23,8 @@ def config(**changes) -> RewardConfig:
         "function_timeout_s": 30.0,
         "num_workers": 1,
         "memory_gib": 4.0,
+        "on_problem": "exclude",
+        "max_excluded_share": 0.2,
         "sandbox": "rlimits_only",
         **changes,
     }

@@ -56,6 +56,10 @@ def does(tasks, responses):
         os._exit(1)
     if what == "short":
         return [1.0]
+    if what == "dict":
+        return {"reward": 1.0, "parts": 2.0}
+    if what == "set":
+        return {1.0, 0.0}
     if what == "raise":
         raise RuntimeError("the service is down")
     if what == "exit":
@@ -103,7 +107,6 @@ def test_a_number_is_the_reward_and_one_is_correct(function):
         "accuracy": 1.0,
         "format": 1.0,
         "function": 1.0,
-        "verifier_problem": 0.0,
     }
 
 
@@ -115,7 +118,6 @@ def test_a_mapping_names_reward_accuracy_and_parts(function):
     assert found.parts == {
         "accuracy": 1.0,
         "function": 3.0,
-        "verifier_problem": 0.0,
         "uid": 6.0,
         "text": 4.0,
         "extra": 5.0,
@@ -141,6 +143,7 @@ def test_a_value_that_is_no_reward_costs_its_own_response(function):
     found = score(reward, *"abcdefghij")
     assert [one.reward for one in found] == [1, 1, 0, 0, 0, 0, 0, 0, 0, -2]
     assert [one.correct for one in found] == [True, True] + [False] * 7 + [True]
+    assert [one.problem is None for one in found] == [True, True] + [False] * 7 + [True]
     assert sum(reward.problems.values()) == 7
 
 
@@ -163,14 +166,16 @@ def test_the_reason_says_what_is_wrong_with_a_value(value, words):
 
 def test_a_call_that_fails_costs_its_batch_and_the_next_one_works(function, caplog):
     reward = function("does", function_timeout_s=1.0)
-    for what in ("hang", "die", "short", "raise"):
-        assert [found.parts["verifier_problem"] for found in score(reward, what, "x")] == [1, 1]
-        assert [found.reward for found in score(reward, "fine", "x")] == [1, 1]
-    assert sum(reward.problems.values()) == 8
+    for what in ("hang", "die", "short", "dict", "set", "raise"):
+        assert all(found.problem is not None for found in score(reward, what, "x"))
+        fine = score(reward, "fine", "x")
+        assert [(found.reward, found.problem) for found in fine] == [(1, None)] * 2
+    assert sum(reward.problems.values()) == 12
     for words in (
         "function_timeout_s = 1 s",
-        "its process died",
+        "process that judged it died",
         "returned 1 rewards for 2 responses",
+        "it returned a dict, not a list",
         "the service is down",
     ):
         assert words in caplog.text

@@ -76,7 +76,7 @@ def judged(name: str, texts: list[str], **changes) -> tuple[int, float]:
         )
         assert right.correct
     reward.close()
-    return round(sum(score.parts["verifier_problem"] for score in scores)), seconds
+    return sum(score.problem is not None for score in scores), seconds
 
 
 # Each text that is judged as code is a process of its own; what one may do to it: test_code_*.py.

@@ -49,14 +49,14 @@ def test_no_pattern_holds_up_a_step(key, pattern, response):
 
 def test_a_format_that_takes_too_long_does_not_lose_the_answer():
     reward = build_reward(
-        config(format_pattern=r"(?=(a+)+$).*|4", format_weight=1.0, timeout_s=0.3)
+        config(
+            format_pattern=r"(?=(a+)+$).*|4", format_weight=1.0, timeout_s=0.3, on_problem="zero"
+        )
     )
     response = "a" * 40 + "!"
     (score,) = reward.score([prompt(response)], [response], [False])
-    assert (
-        score.parts == {"accuracy": 1.0, "format": 0.0, "verifier_problem": 1.0}
-        and score.reward == 1
-    )
+    assert score.parts == {"accuracy": 1.0, "format": 0.0, "verifier_problem": 1.0}
+    assert score.reward == 1 and score.problem is None, "it counts, as far as it was judged"
     reward.close()
 
 

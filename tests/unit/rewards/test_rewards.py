@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from megatron_rl.rewards.base import Verdict, Verifier
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rewards.math_answers import last_boxed
 from megatron_rl.rewards.number import last_number
 from megatron_rl.rewards.reasoning_gym import REFUSED
+from megatron_rl.rewards.registry import register_verifier
 from megatron_rl.types import Prompt
 from tests.unit.rewards.cases import accuracies, config, prompt
 
@@ -103,7 +107,7 @@ def test_answer_pattern_takes_its_last_match_and_format_the_whole_response():
     scores = reward.score([prompt()] * len(cases), list(cases), [False] * len(cases))
     for score, (total, _, correct, parts) in zip(scores, cases.values(), strict=True):
         assert score.reward == pytest.approx(total) and score.correct is correct
-        assert score.parts == {**parts, "verifier_problem": 0.0}
+        assert score.parts == parts and score.problem is None
 
 
 def entry(task: str, seed: int = 1, **settings) -> Prompt:
@@ -124,15 +128,52 @@ def test_generated_tasks_use_their_own_scorer():
     ]
 
 
-def test_a_scorer_that_raises_gives_zero_and_the_reason_is_kept(caplog):
+def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_no_problem():
     reward = build_reward(config(verifier="reasoning_gym"))
     task = entry("prime_factorization")
-    good, bad, _ = reward.score([task] * 3, [task.answer, "no number", "no number"], [False] * 3)
-    assert good.correct and bad.parts == {"accuracy": 0.0, "verifier_problem": 1.0}
-    assert reward.problems == {"reasoning_gym:prime_factorization: ValueError": 2}
-    assert sum("could not be judged" in record.message for record in caplog.records) == 1, (
-        "logged once"
-    )
+    good, bad = reward.score([task] * 2, [task.answer, "no number"], [False] * 2)
+    assert good.correct and not bad.correct and bad.problem is None and not reward.problems
+
+
+@pytest.mark.parametrize(
+    ("on_problem", "parts", "words"),
+    [
+        ("exclude", {"accuracy": 0.0}, "is left out: ValueError"),
+        ("zero", {"accuracy": 0.0, "verifier_problem": 1.0}, "counts as wrong: ValueError"),
+    ],
+)
+def test_what_becomes_of_a_response_whose_scorer_raises(caplog, on_problem, parts, words):
+    """It raises at the expected answer too, so the task is at fault."""
+    reward = build_reward(config(verifier="reasoning_gym", on_problem=on_problem))
+    task = replace(entry("prime_factorization"), answer="none")
+    bad, again = reward.score([task] * 2, ["no number"] * 2, [False] * 2)
+    assert (bad.reward, bad.correct, bad.parts) == (0, False, parts)
+    assert (bad.problem is not None) == (on_problem == "exclude")
+    assert again == bad and reward.problems == {"reasoning_gym:prime_factorization: ValueError": 2}
+    told = [record.getMessage() for record in caplog.records]
+    assert sum(words in text for text in told) == 1, "logged once"
+
+
+def test_a_response_without_a_verdict_may_stop_the_run():
+    reward = build_reward(config(verifier="reasoning_gym", on_problem="stop"))
+    task = entry("prime_factorization")
+    assert reward.score([task], [task.answer], [False])[0].correct
+    with pytest.raises(ValueError, match=r"on_problem = stop: a response to toy:1 .*ValueError"):
+        reward.score([replace(task, answer="none")], ["no number"], [False])
+
+
+@pytest.mark.parametrize("accuracy", [math.nan, 1.5, -0.5])
+def test_a_verdict_that_is_no_accuracy_is_a_problem(accuracy):
+    class Odd(Verifier):
+        in_process = True
+
+        def verify(self, task, answer):
+            return Verdict(accuracy)
+
+    register_verifier(f"odd{accuracy}")(Odd)
+    (score,) = build_reward(config(verifier=f"odd{accuracy}")).score([prompt()], ["4"], [False])
+    assert (score.reward, score.correct) == (0, False)
+    assert score.problem == f"accuracy {accuracy} is not within [0, 1]"
 
 
 def test_partial_credit_is_an_option():

@@ -142,10 +142,9 @@ def test_a_server_killed_while_starting_is_started_again_and_counted(mean, caplo
     for _ in server.START_DELAYS_S:
         reward._pool._server._process.kill()
         reward._pool._server._process.wait()
-        reward._pool._replace(next(iter(reward._pool._work)))
+        reward._pool._replace(0)
     assert judge(reward, "good", "good") == [1, 1]
-    assert reward._pool._server.restarts == len(server.START_DELAYS_S)
-    assert "is started again" in caplog.text
+    assert caplog.text.count("is started again") == len(server.START_DELAYS_S)
 
 
 def test_workers_that_can_never_start_end_the_run_with_the_reason(mean, monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.runtime.registry import Lease, Registry, run_secret
+from megatron_rl.runtime.registry import Lease, Registration, Registry, run_secret
 
 
 class Clock:
@@ -26,7 +26,7 @@ def clock() -> Clock:
 def test_a_server_is_there_for_as_long_as_it_writes(tmp_path, clock):
     registry = Registry(tmp_path, clock)
     assert registry.look() == {}
-    lease = Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
+    lease = Lease(tmp_path, Registration("a", "http://127.0.0.1:1", 0, lease_s=10.0))
     assert registry.look()["a"].url == "http://127.0.0.1:1"
     for clock.now in (9.0, 18.0, 27.0):
         lease.renew()
@@ -43,7 +43,7 @@ def test_a_server_is_there_for_as_long_as_it_writes(tmp_path, clock):
 
 def test_clocks_of_servers_do_not_matter(tmp_path, clock):
     """One that has written before the trainer started counts from when the trainer sees it."""
-    Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
+    Lease(tmp_path, Registration("a", "http://127.0.0.1:1", 0, lease_s=10.0))
     clock.now = 1e6
     registry = Registry(tmp_path, clock)
     assert list(registry.look()) == ["a"]
@@ -53,23 +53,25 @@ def test_clocks_of_servers_do_not_matter(tmp_path, clock):
 
 def test_a_removed_server_learns_it_and_does_not_come_back(tmp_path, clock):
     registry = Registry(tmp_path, clock)
-    lease = Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
-    other = Lease(tmp_path, "b", "http://127.0.0.1:2", lease_s=10.0)
+    lease = Lease(tmp_path, Registration("a", "http://127.0.0.1:1", 0, lease_s=10.0))
+    other = Lease(tmp_path, Registration("b", "http://127.0.0.1:2", 0, lease_s=10.0))
     registry.remove("a")
     lease.renew()
     assert not lease.is_held and other.is_held
     assert list(registry.look()) == ["b"]
-    Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)  # as if it wrote at that moment
+    Lease(
+        tmp_path, Registration("a", "http://127.0.0.1:1", 0, lease_s=10.0)
+    )  # as if it wrote at that moment
     assert list(registry.look()) == ["b"]
     assert not lease.is_held, "so it learns it at its next beat"
 
 
 def test_a_server_takes_the_place_of_one_that_was_killed_at_its_address(tmp_path, clock):
     """One server under two names would be sent weights, and asked, as if it were two."""
-    killed = Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
-    Lease(tmp_path, "b", "http://127.0.0.1:2", lease_s=10.0)
+    killed = Lease(tmp_path, Registration("a", "http://127.0.0.1:1", 0, lease_s=10.0))
+    Lease(tmp_path, Registration("b", "http://127.0.0.1:2", 0, lease_s=10.0))
     (tmp_path / "half.json").write_text('{"name": "half"')
-    Lease(tmp_path, "c", "http://127.0.0.1:1", lease_s=10.0)
+    Lease(tmp_path, Registration("c", "http://127.0.0.1:1", 0, lease_s=10.0))
     assert list(Registry(tmp_path, clock).look()) == ["b", "c"]
     assert not killed.is_held and (tmp_path / "half.json").exists()
 
@@ -77,9 +79,9 @@ def test_a_server_takes_the_place_of_one_that_was_killed_at_its_address(tmp_path
 def test_a_file_that_is_replaced_while_it_is_read_is_that_of_before(tmp_path, clock, monkeypatch):
     """On NFS the old file is stale for who has opened it."""
     registry = Registry(tmp_path, clock)
-    Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
+    Lease(tmp_path, Registration("a", "http://127.0.0.1:1", 0, lease_s=10.0))
     known = registry.look()
-    Lease(tmp_path, "b", "http://127.0.0.1:2", lease_s=10.0)
+    Lease(tmp_path, Registration("b", "http://127.0.0.1:2", 0, lease_s=10.0))
 
     def stale(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
@@ -103,6 +105,25 @@ def test_files_of_others_are_told_once_and_not_used(tmp_path, clock, caplog):
     assert len(caplog.records) == 2
     assert "half.json sent a message that is not of the schema" in caplog.text
     assert "other.json: names a server ../x" in caplog.text
+
+
+def test_a_server_of_other_settings_is_named_once_and_not_used(tmp_path, clock, caplog):
+    def lease(name: str, settings: dict[str, str]) -> None:
+        Lease(tmp_path, Registration(name, f"at {name}", 0, 10.0, settings))
+
+    lease("as_the_run", {"rollout.dtype": "bfloat16", "rollout.anneal": "on"})
+    lease("plain", {"rollout.dtype": "bfloat16"})
+    lease("float", {"rollout.dtype": "float32", "rollout.anneal": "on"})
+    registry = Registry(
+        tmp_path, clock, settings={"rollout.dtype": "bfloat16", "rollout.anneal": "on"}
+    )
+    with caplog.at_level(logging.WARNING):
+        assert list(registry.look()) == ["as_the_run"] == list(registry.look())
+    assert len(caplog.records) == 2
+    assert "server float: rollout.dtype = float32, this run has bfloat16: start" in caplog.text
+    assert "server plain: rollout.anneal = unknown, this run has on" in caplog.text
+    plain = Registry(tmp_path, clock, settings={"rollout.dtype": "bfloat16"})
+    assert list(plain.look()) == ["as_the_run", "plain"], "one that can anneal serves all"
 
 
 def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path):

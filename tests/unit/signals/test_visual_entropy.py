@@ -40,6 +40,11 @@ def values(data: Data) -> list[float | None]:
     return [one.extra.get("visual_entropy") for one in data.train_prompts]
 
 
+def stored(file: Path) -> dict[str, dict[str, float]]:
+    """By tower and image."""
+    return json.loads(file.read_text())
+
+
 def test_values_are_those_of_the_models_tower_and_of_the_tool(seeing_folder, vision, tmp_path):
     """transformers' whole model, and the tool given the same directory."""
     prompts = [prompt(FIRST), prompt(SECOND, FIRST), prompt(), prompt(FIRST, visual_entropy=7.0)]
@@ -80,7 +85,7 @@ def test_what_the_file_knows_is_not_computed_again(seeing_folder, vision, tmp_pa
     more = with_visual_entropy(
         data_of(prompt(FIRST), prompt(SECOND)), seeing_folder, vision, file, ALONE
     )
-    assert values(more)[0] == values(once)[0] and len(file.read_text().splitlines()) == 2
+    assert values(more)[0] == values(once)[0] and [*map(len, stored(file).values())] == [2]
 
 
 def test_another_tower_and_other_sizes_are_other_rows(seeing_folder, vision, tmp_path):
@@ -93,21 +98,13 @@ def test_another_tower_and_other_sizes_are_other_rows(seeing_folder, vision, tmp
     other = seeing_model(tmp_path / "other", seed=5)
     three = with_visual_entropy(data_of(prompt(large)), other, vision, file, ALONE)
     assert len({*values(one), *values(two), *values(three)}) == 3
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len({row["tower"] for row in rows}) == 3 and len({row["image"] for row in rows}) == 1
+    assert len(stored(file)) == 3 and len({*map(tuple, stored(file).values())}) == 1
 
 
-def test_a_file_that_was_left_half_written_goes_on_and_a_damaged_one_is_named(
-    seeing_folder, vision, tmp_path
-):
-    file = tmp_path / FILE
-    with_visual_entropy(data_of(prompt(FIRST)), seeing_folder, vision, file, ALONE)
-    file.write_text(file.read_text() + '{"image": "ab')
-    with_visual_entropy(data_of(prompt(SECOND)), seeing_folder, vision, file, ALONE)
-    assert [len(json.loads(line)) for line in file.read_text().splitlines()] == [3, 3]
-    file.write_text("x\n" + file.read_text())
-    with pytest.raises(ValueError, match=r"visual_entropy\.jsonl: line 1 is damaged.*delete"):
-        with_visual_entropy(data_of(prompt(FIRST)), seeing_folder, vision, file, ALONE)
+def test_a_damaged_file_is_named(seeing_folder, vision, tmp_path):
+    (tmp_path / FILE).write_text('{"ab')
+    with pytest.raises(ValueError, match=r"visual_entropy\.json: .*delete the file"):
+        with_visual_entropy(data_of(prompt(FIRST)), seeing_folder, vision, tmp_path / FILE, ALONE)
 
 
 def test_prompts_without_images_need_no_tower(tmp_path, vision):
@@ -132,9 +129,9 @@ def test_ranks_share_the_images(seeing_folder: Path, folder: Path) -> None:
     Tower.entropy = noted
     shared = with_visual_entropy(data, seeing_folder, vision, folder / FILE, world)
     assert len(computed) == (3, 2)[rank]
-    alone = with_visual_entropy(data, seeing_folder, vision, folder / f"{rank}.jsonl", ALONE)
+    alone = with_visual_entropy(data, seeing_folder, vision, folder / f"{rank}.json", ALONE)
     assert len(computed) == (3, 2)[rank] + 5 and values(shared) == values(alone)
-    assert len((folder / FILE).read_text().splitlines()) == 5
+    assert [*map(len, stored(folder / FILE).values())] == [5]
 
 
 @pytest.fixture

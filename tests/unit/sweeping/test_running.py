@@ -106,7 +106,7 @@ def test_equal_runs_are_started_once(tmp_path, stand_in, capsys):
     stand_in("open(folder.parent / folder.name.replace('.', '_'), 'x')")
     words = ["--out", str(tmp_path), "--nproc", "1", *NEEDED, "optim.clip_grad=1,1.0,2"]
     assert main(words) == 0
-    files = sorted(path.name for path in tmp_path.iterdir() if path.name != "sweep.json")
+    files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["optim_clip_grad-1", "optim_clip_grad-2"]
     assert "optim.clip_grad-1.0: the same run as optim.clip_grad-1\n" in capsys.readouterr().out
 
@@ -161,9 +161,9 @@ def test_a_run_that_was_stopped_on_request_is_not_done(tmp_path, stand_in, capsy
 
 
 def test_the_signal_that_killed_a_run_is_named():
-    assert Failure(-9, (), None).code_text == "killed by SIGKILL"
+    assert Failure(-9, [], None).code_text == "killed by SIGKILL"
     # Signals of real time have numbers; Python names the first and the last of them alone.
-    assert Failure(-(signal.SIGRTMIN + 1), (), None).code_text == "killed by signal 35"
+    assert Failure(-(signal.SIGRTMIN + 1), [], None).code_text == "killed by signal 35"
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path):

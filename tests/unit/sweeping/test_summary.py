@@ -77,5 +77,5 @@ def test_several_metrics_are_several_tables_and_one_that_is_missing_is_a_dash(tm
     trials = runs(tmp_path, (0.2, 0.4), "method=grpo", "seed=1,2")
     metrics = ["loss/kl", "eval/pass_at_4"]
     kl, missing = summary(trials, names(trials), metrics).split("\n\n")
-    assert rows(kl) == [["method=grpo", "2", "3.00e-04", "+-", "1.00e-04"]]
+    assert rows(kl) == [["method=grpo", "2", "0.000300", "+-", "0.000100"]]
     assert rows(missing) == [["method=grpo", "0", "-"]]

@@ -1,6 +1,5 @@
 """Which runs a sweep makes: their product, their names, and which of them are the same."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.load import compose
 from megatron_rl.sweep import main
-from megatron_rl.sweeping import record
 from megatron_rl.sweeping.combinations import combinations, run_names
 from megatron_rl.sweeping.trials import Trial, make_trials, with_wandb
 
@@ -107,26 +105,3 @@ def test_wandb_groups_the_seeds_of_a_combination(tmp_path):
 
 def logging_of(trial: Trial) -> dict:
     return compose("config", trial.overrides)["logging"]
-
-
-def test_the_file_of_a_sweep_says_what_its_trials_are(tmp_path):
-    overrides = ["method=grpo,dapo", "seed=1,2", "optim.beta1=0.5"]
-    words = ["--out", str(tmp_path), *overrides, "data.prompt_suffix=' a'"]
-    record.write(tmp_path, trials(tmp_path, *overrides), words)
-    content = json.loads((tmp_path / "sweep.json").read_text())
-    assert content["keys"] == ["method", "seed"]
-    assert shlex.split(content["command"])[3:] == words
-    assert content["trials"][1] == {
-        "name": "method-grpo_seed-2",
-        "label": "method=grpo",
-        "seed": 2,
-        "values": {"method": "grpo", "seed": "2"},
-        "same_as": None,
-    }
-    (tmp_path / "sweep.json").write_text(json.dumps({**content, "created": "then"}))
-    record.write(tmp_path, trials(tmp_path, "seed=1,2"), words)
-    again = json.loads((tmp_path / "sweep.json").read_text())
-    assert again["created"] == "then" and again["keys"] == ["seed"]
-    (tmp_path / "sweep.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"sweep\.json: is not the file of a sweep; move it away"):
-        record.write(tmp_path, trials(tmp_path, "seed=1,2"), words)

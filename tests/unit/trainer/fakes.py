@@ -23,7 +23,7 @@ from megatron_rl.passes import (
     TokenView,
     UpdateResult,
 )
-from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.packing_plan import PlanRule, plan_microbatches
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
 from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.runtime.digest import file_digest
@@ -37,6 +37,7 @@ from megatron_rl.types import (
     SyncReport,
 )
 from tests.engines import Answering
+from tests.unit.data.plain_packing import BY_TOKENS
 
 VOCAB = 4
 LENGTH = 3
@@ -52,14 +53,10 @@ class BanditBatching:
     owners = (0,)
 
     def plan(self, sequences: Sequences, rows: Sequence[int]) -> list[list[list[int]]]:
-        sizes = dict(
-            data_parallel_size=1,
-            tokens_per_microbatch=self.tokens_per_microbatch,
-            multiple=1,
-        )
+        rule = PlanRule(1, self.tokens_per_microbatch, 1, BY_TOKENS)
         if sequences.prompt_index is None:
-            return plan_microbatches(sequences.lengths.tolist(), rows, **sizes)
-        return plan_shared_prompts(sequences, rows, **sizes)
+            return plan_microbatches(sequences.lengths.tolist(), rows, rule)
+        return plan_shared_prompts(sequences, rows, rule)
 
     def give(self, values: Tensor) -> None:
         """This rank works alone."""

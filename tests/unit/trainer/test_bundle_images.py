@@ -16,8 +16,8 @@ def test_images_of_a_bundle_come_back(tmp_path: Path) -> None:
     rows = ((cat,), (dog, cat), ())
     _write_images(tmp_path / IMAGES, rows)
     assert sorted(file.name for file in (tmp_path / IMAGES).iterdir()) == ["c" * 64, "d" * 64]
-    facts = {"images": [[(each.digest, each.width, each.height) for each in row] for row in rows]}
-    found = _read_images(tmp_path, json.loads(json.dumps(facts)))
+    facts = [[(each.digest, each.width, each.height) for each in row] for row in rows]
+    found = _read_images(tmp_path / IMAGES, json.loads(json.dumps(facts)))
     assert found == rows
     assert [each.source.read_bytes() for each in found[1]] == [b"dog", b"cat"]
 
@@ -25,5 +25,4 @@ def test_images_of_a_bundle_come_back(tmp_path: Path) -> None:
 def test_a_bundle_without_images_has_none(tmp_path: Path) -> None:
     _write_images(tmp_path / IMAGES, [(), ()])
     assert list(tmp_path.iterdir()) == []
-    assert _read_images(tmp_path, {"images": []}) is None
-    assert _read_images(tmp_path, {}) is None
+    assert _read_images(tmp_path, [[], []]) is None

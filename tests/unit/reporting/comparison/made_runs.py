@@ -15,7 +15,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.reporting.comparison.runs import Found, find_runs
 from megatron_rl.reporting.comparison.variants import Variant, variants_of
-from megatron_rl.run.run_record import differences, flat
+from megatron_rl.run.run_record import differences
 
 EVERY = 5  # steps between evaluations
 SOURCES = ("sums", "words")
@@ -86,7 +86,7 @@ def _training(rng: np.random.Generator, level: float, progress: float) -> Row:
         "optim/grad_norm": 1 + 10 * abs(noise[1]),
         "time/step_s": 2.0 + noise[2],
         "throughput/response_tokens_per_s": 900 + 1000 * noise[3],
-        "throughput/unused_tokens_share": 0.0,
+        "throughput/discarded_tokens_share": 0.0,
     }
 
 
@@ -161,7 +161,7 @@ def write_grid(
 
 def found_in(*places: Path) -> Found:
     """``find_runs`` as the program calls it."""
-    return find_runs(places, lambda content: dict(flat(content)))
+    return find_runs(places)
 
 
 def variants_in(*places: Path) -> list[Variant]:

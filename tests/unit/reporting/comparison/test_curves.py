@@ -14,7 +14,7 @@ from megatron_rl.reporting.comparison.curves import (
     smoothing_width,
     variant_band,
 )
-from megatron_rl.reporting.comparison.drawing import Drawn, draw_variants, style_of
+from megatron_rl.reporting.comparison.drawing import draw_bands, style_of
 from megatron_rl.reporting.comparison.panels import panels_of
 from megatron_rl.reporting.comparison.scores import last_value
 from megatron_rl.reporting.metrics_file import moving_mean
@@ -153,7 +153,7 @@ def drawn_lines(values: list[list[float]]) -> list:
     x = np.arange(float(len(values[0])))
     band = band_of([Curve(x, np.array(run)) for run in values])
     axes = Figure().subplots()
-    draw_variants(axes, [Drawn("a", style_of(0), band, 0)], held_out=True)
+    draw_bands(axes, [band], held_out=True)
     return axes.lines
 
 
@@ -168,6 +168,6 @@ def test_what_is_drawn_is_the_median_with_its_gaps():
 
 def test_styles_tell_two_dozen_variants_apart_without_color_or_without_dash():
     styles = [style_of(order) for order in range(25)]
-    assert len({(style.color, style.dash) for style in styles}) == 25
-    assert len({style.marker for style in styles[:12]}) == 12
-    assert len({style.color for style in styles[:7]}) == 7
+    assert len({(style["color"], style["linestyle"]) for style in styles}) == 25
+    assert len({style["marker"] for style in styles[:12]}) == 12
+    assert len({style["color"] for style in styles[:7]}) == 7

@@ -81,7 +81,7 @@ def test_damaged_files_are_named_and_the_others_read(tmp_path):
         "words",
     ]
     assert "its evaluation is not shown" in said["asked"]
-    assert "line 2 is not JSON" in said["rows"]
+    assert "line 2 is damaged" in said["rows"]
     assert "config.json is damaged" in said["settings"]
     assert "has no row yet" in said["started"]
     assert "no such file" in said["lost"]

@@ -1,0 +1,45 @@
+"""What is known of a step once it is scored."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.loss.segments import group_accuracy
+from megatron_rl.signals.base import Columns, Signal, StepView
+from megatron_rl.signals.registry import register_signal
+
+
+@register_signal
+class RunProgress(Signal):
+    """``progress``: the share of the run's steps that there are up to this one, in [0, 1]."""
+
+    about = "how far the run is"
+    columns = ("progress",)
+
+    def after_rollout(self, view: StepView) -> Columns:
+        return {"progress": torch.tensor(view.experience.progress, dtype=torch.float64)}
+
+
+@register_signal
+class GroupAccuracy(Signal):
+    """``group_accuracy``: the share of correct responses to the response's prompt, over all of the
+    rollout step."""
+
+    about = "the accuracy of the prompt in the loss"
+    columns = ("group_accuracy",)
+
+    def after_rollout(self, view: StepView) -> Columns:
+        experience = view.experience
+        return {"group_accuracy": group_accuracy(experience.correct, experience.group_ids)}
+
+
+@register_signal
+class IsDemonstration(Signal):
+    """``is_demonstration``: the response came with its prompt; what is sampled beside them, and
+    how, is the rollout's (``rollouts/demonstrations.py``)."""
+
+    about = "responses that prompts carry, in `extra.given_responses`"
+    columns = ("is_demonstration",)
+
+    def after_rollout(self, view: StepView) -> Columns:
+        return {"is_demonstration": torch.from_numpy(view.experience.responses.is_demonstration)}
