@@ -58,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         load_plugins(options.plugin)
         values = compose(root.config_name, options.overrides, root.config_dir)
         config = validate(Config, values, "the configuration")
+        if not config.source.is_servers:
+            raise ValueError("source: this run has engines of its own; servers need source=servers")
+        if not (0 <= options.port < 2**16 and options.lease_s > 0):
+            raise ValueError(
+                f"--port {options.port} --lease-s {options.lease_s:g}: a port is 0 (a free one) to"
+                " 65535, a lease above 0"
+            )
         # Deferred until the configuration is valid: importing torch takes seconds.
         from megatron_rl.engine.serving.server import serve
 

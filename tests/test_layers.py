@@ -70,6 +70,7 @@ NOT_IN_LOSS = (
 # The scheduler decides from what it is told: the same events give the same decisions anywhere.
 IN_SCHEDULING = {
     "__future__",
+    "abc",
     "collections",
     "dataclasses",
     "heapq",

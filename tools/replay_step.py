@@ -263,7 +263,7 @@ def describe_step(again: Again, top: int) -> str:
     tokens = ", ".join(f"{count} of version {version}" for version, count in zip(versions, counts))
     lines = [
         f"step {recorded.step}: {len(recorded.scores)} responses to {len(recorded.uids)} prompts,"
-        f" from number {recorded.start} of the stream on; tokens: {tokens}"
+        f" from number {min(recorded.groups)} of the stream on; tokens: {tokens}"
     ]
     different = again.different
     if different is None:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_rl.types import Completion, Prompt
 
 KEY = "given_responses"
 DEMONSTRATED = -2  # in place of the weights that sampled a response
 Encode = Callable[[str], Sequence[int]]
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
+_GIVEN = TypeAdapter(Annotated[list[_Text | _Ids], Field(min_length=1)])
 
 
 def encoder(encode: Encode, end: Sequence[int]) -> Encode:
-    """From the text of a response to its tokens, the first of ``end`` behind them."""
+    """From the text of a response to its tokens, with the first of ``end`` at their end."""
     return lambda text: [*encode(text), *end[:1]]
 
 
@@ -34,17 +39,19 @@ def check_demonstrations(
         if given is None:
             continue
         some = True
-        if not _is_given(given):
+        try:
+            _GIVEN.validate_python(given)
+        except ValidationError as error:
             raise ValueError(
                 f"prompt {prompt.uid}: extra.{KEY} = {given!r:.80}; give a list of texts, or of"
                 " lists of token ids, none of them empty"
-            )
+            ) from error
         if len(given) > num_responses:
             raise ValueError(
                 f"prompt {prompt.uid}: extra.{KEY} has {len(given)} responses, but a group has"
                 f" {num_responses} (batch.responses_per_prompt); give at most so many"
             )
-        longest = max(len(ids) for ids in _token_ids(given, encode))
+        longest = max(len(_token_ids(response, encode)) for response in given)
         if longest > max_response_tokens:
             raise ValueError(
                 f"prompt {prompt.uid}: a response of extra.{KEY} has {longest} tokens, and"
@@ -55,12 +62,6 @@ def check_demonstrations(
             f"no prompt has extra.{KEY}, which the method trains on; add them to the data, or"
             " choose another method"
         )
-
-
-def without_demonstrations(prompt: Prompt) -> Prompt:
-    """To be answered by the engine alone."""
-    extra = {key: value for key, value in prompt.extra.items() if key != KEY}
-    return replace(prompt, extra=extra)
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,14 @@ class Demonstrations:
         given = prompt.extra.get(KEY) or ()
         if response >= len(given):
             return None
-        (ids,) = _token_ids([given[response]], self.encode)
+        ids = _token_ids(given[response], self.encode)
         return Completion(ids, [0.0] * len(ids), False, DEMONSTRATED)
+
+
+def without_demonstrations(prompt: Prompt) -> Prompt:
+    """To be answered by the engine alone."""
+    extra = {key: value for key, value in prompt.extra.items() if key != KEY}
+    return replace(prompt, extra=extra)
 
 
 def only(prompt: Prompt, response: int) -> Prompt:
@@ -85,18 +92,6 @@ def only(prompt: Prompt, response: int) -> Prompt:
     return replace(bare, extra={**bare.extra, KEY: given}) if given else bare
 
 
-def _is_given(given: Any) -> bool:
-    return isinstance(given, list | tuple) and bool(given) and all(map(_is_response, given))
-
-
-def _is_response(response: Any) -> bool:
-    if isinstance(response, str):
-        return bool(response)
-    if not isinstance(response, list | tuple) or not response:
-        return False
-    return all(type(token) is int and token >= 0 for token in response)
-
-
-def _token_ids(given: Sequence[Any], encode: Encode) -> list[list[int]]:
+def _token_ids(response: Any, encode: Encode) -> Sequence[int]:
     """Token ids are taken as they are."""
-    return [list(encode(each) if isinstance(each, str) else each) for each in given]
+    return list(encode(response) if isinstance(response, str) else response)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread
-from megatron_rl.rollouts.store import Place, restored_score, saved_score
+from megatron_rl.rollouts.store import Place, saved_score
 from megatron_rl.runtime.display import Progress
 from megatron_rl.scheduling.end_of_step import StepGroups
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.work import Assignment, Request
+from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Score, VersionSpan
 
 
@@ -44,18 +44,13 @@ class Ended(NamedTuple):
     spans: tuple[VersionSpan, ...]
 
 
-class Paused(NamedTuple):
-    """A response does not continue in this step; its tokens stay with the backend."""
+class Unfinished(NamedTuple):
+    """A response that has not ended. ``is_paused``: it does not continue in this step, and its
+    tokens stay with the backend; else its worker has failed at it."""
 
     worker: str
     request: Request
-
-
-class Failed(NamedTuple):
-    """A worker could not answer a request."""
-
-    worker: str
-    request: Request
+    is_paused: bool
 
 
 class Scored(NamedTuple):
@@ -73,7 +68,7 @@ class WorkerProgress(NamedTuple):
     longest: int
 
 
-Event = Ended | Paused | Failed | Scored | WorkerProgress
+Event = Ended | Unfinished | Scored | WorkerProgress
 
 
 class GenerationBackend(Protocol):
@@ -166,72 +161,62 @@ class Dispatcher:
     def turn(self) -> bool:
         """Takes in what has happened and has done what follows; whether anything has happened."""
         events = self._backend.events()
+        # All of them before anything is assigned: a worker that has ended two responses is free for
+        # two, and an end that drops a group takes its requests out of the queue.
         for event in events:
-            self.on_event(event)
-        self.dispatch()
+            self._on_event(event)
+        self._dispatch()
         return bool(events)
 
-    def on_event(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, Ended):
-            self._on_ended(event)
+            num_new = event.length - self._job.store.length(event.request.place)
+            if self.scheduler.finished(event.worker, event.request, num_new):
+                holder = self._backend.holder(event.worker, event.request.group)
+                facts = (event.length, event.truncated, event.spans)
+                self._answers[event.request.place] = Answer(holder, *facts, num_new)
         elif isinstance(event, Scored):
-            self._on_scored(event)
-        elif isinstance(event, Paused):
-            self.scheduler.paused(event.worker, event.request)
-        elif isinstance(event, Failed):
-            self.scheduler.failed(event.worker, event.request)
+            answer = self._answers.get(event.request.place)
+            if answer is not None:  # else its group was dropped meanwhile
+                self._answers[event.request.place] = answer._replace(score=event.score)
+                self._judge(event.request.version, event.request.group)
+        elif isinstance(event, Unfinished):
+            follow = self.scheduler.paused if event.is_paused else self.scheduler.queue.fail
+            follow(event.worker, event.request)
         else:
             self._progress[event.worker] = event
 
-    def _on_ended(self, event: Ended) -> None:
-        num_new = event.length - self._job.store.length(event.request)
-        if self.scheduler.finished(event.worker, event.request, num_new):
-            holder = self._backend.holder(event.worker, event.request.group)
-            self._answers[_place(event.request)] = Answer(
-                holder, event.length, event.truncated, event.spans, num_new
-            )
-
-    def _on_scored(self, event: Scored) -> None:
-        """With the last score of a group it is known whether the method wants it."""
-        answer = self._answers.get(_place(event.request))
-        if answer is None:
-            return  # its group was dropped meanwhile
-        self._answers[_place(event.request)] = answer._replace(score=event.score)
-        self._judge(event.request.version, event.request.group)
-
     def _judge(self, version: int, group: int) -> None:
-        scores = self._scores(group)
-        if scores is not None and self.scheduler.end.is_whole(group):
+        """With the last score of a group it is known whether the method wants it."""
+        size = self.scheduler.rules.responses_per_group
+        answers = [self._answers.get((group, response)) for response in range(size)]
+        scores = [answer.score for answer in answers if answer and answer.score is not None]
+        # A score may come before its siblings, and under partial rollouts from a step before.
+        if len(scores) == size and self.scheduler.end.is_whole(group):
             self.scheduler.judged(version, group, wanted=self._job.wants(scores))
 
-    def _scores(self, group: int) -> list[Score] | None:
-        """Of all responses of a group; None while one is missing."""
-        scores = []
-        for response in range(self.scheduler.rules.responses_per_group):
-            answer = self._answers.get((group, response))
-            if answer is None or answer.score is None:
-                return None
-            scores.append(answer.score)
-        return scores
-
-    def dispatch(self) -> None:
-        """Has the backend do what the scheduler says, until it says no more."""
-        assigned: Sequence[Assignment] = ()
-        is_first = True
-        while assigned or is_first:
-            is_first = False
+    def _dispatch(self) -> None:
+        """Has the backend do what the scheduler says, until it says no more: a demonstration ends
+        as it begins, which may drop groups, set the level and ask for more."""
+        while True:
+            # Dropped groups first: one may be asked for again in the same turn, for the next step,
+            # and its old answers must be gone before the new requests begin.
             dropped = self.scheduler.dropped()
             if dropped:
                 self._forget(dropped)
                 self._job.forget(dropped)
+            # Aborts before submits: they free the places that are assigned below.
             for worker, request in self.scheduler.to_abort():
                 self._backend.abort(worker, request)
+            # The level before submits: a response that continues may have come to it already.
             level = self.scheduler.end.level
             if level != self._level:
                 self._level = level
                 if level is not None:
                     self._backend.pause(level)
             assigned = self.scheduler.assign()
+            if not assigned:
+                break
             for worker, request in assigned:
                 # One before it in this loop may have ended the step.
                 if self.scheduler.queue.runs(worker, request):
@@ -239,13 +224,13 @@ class Dispatcher:
 
     def _begin(self, worker: str, request: Request) -> None:
         end = self.scheduler.end
-        visit = self._job.visit(request.group, end)
-        prompt = self._job.prompt(request.group, visit)
+        visit = self._job.stream.visit(request.group, end.admission(request.group))
+        prompt = self._job.stream.prompt(request.group, visit)
         demonstration = self._job.demonstration(prompt, request.response)
         if demonstration is not None:
             self.scheduler.finished(worker, request)
-            self._job.store.add(request, demonstration)
-            self._answers[_place(request)] = self._answer_of(_place(request), demonstration, 0)
+            self._job.store.add(request.place, demonstration)
+            self._answers[request.place] = self._answer_of(request.place, demonstration, 0)
             self._rewards.give(request, prompt, demonstration)
         elif self.scheduler.limit(request.group) == 0:
             self.scheduler.paused(worker, request)
@@ -253,6 +238,7 @@ class Dispatcher:
             step = end.step_of(request.group)
             assert step is not None, "it is of a step to come"
             begin = end.begin_of(request.group)
+            # Steps of a run are counted from 1, those of the scheduler from 0.
             self._backend.submit(worker, GenerationRequest(request, step + 1, visit, begin))
 
     def _answer_of(self, place: Place, completion: Completion, num_new: int) -> Answer:
@@ -270,10 +256,11 @@ class Dispatcher:
         """Whether the next step has its groups, and all that it keeps is scored."""
         if not self.scheduler.is_ready:
             return False
-        return all(
+        # Whole groups are judged, hence scored. At a level, responses of groups that stay open have
+        # ended too: they wait for their scores, which no later step asks for again.
+        return self.scheduler.end.level is None or all(
             answer.score is not None or not self._counts(place, answer)
             for place, answer in self._answers.items()
-            if self.scheduler.end.level is not None
         )
 
     def _counts(self, place: Place, answer: Answer) -> bool:
@@ -284,19 +271,21 @@ class Dispatcher:
     @property
     def only_scores(self) -> bool:
         """Whether all that is wanted so far is sampled."""
-        queue = self.scheduler.queue
-        return queue.num_running + queue.num_waiting == 0
+        return self._num_left == 0
+
+    @property
+    def _num_left(self) -> int:
+        return self.scheduler.queue.num_running + self.scheduler.queue.num_waiting
 
     @property
     def progress(self) -> Progress:
-        queue = self.scheduler.queue
-        num_left = queue.num_running + queue.num_waiting
+        num_done = self.scheduler.end.num_answered
         return Progress(
-            num_done=self.scheduler.end.num_answered,
-            num_wanted=self.scheduler.end.num_answered + num_left,
+            num_done=num_done,
+            num_wanted=num_done + self._num_left,
             num_tokens=sum(worker.num_tokens for worker in self._progress.values()),
             longest=max((worker.longest for worker in self._progress.values()), default=0),
-            age=max(0, self.scheduler.version - self.scheduler.oldest_needed),
+            age=max(0, self.scheduler.version - self.scheduler.end.oldest_needed),
         )
 
     # At its end
@@ -304,6 +293,7 @@ class Dispatcher:
     def take(self, sampled_tokens: int | None = None) -> StepSummary:
         """The next step, when it is ready. ``sampled_tokens``: by all workers since the last one;
         None: not counted."""
+        # Before the scheduler's take, which begins the next step: its level is another.
         kept = {place: one for place, one in self._answers.items() if self._counts(place, one)}
         groups = self.scheduler.take()
         self._level = None
@@ -313,27 +303,28 @@ class Dispatcher:
         refused = {}
         for group in groups.refused:
             scores = [kept[group, response].score for response in range(size)]
-            refused[group] = (self._job.visit(group), [one for one in scores if one is not None])
-        open_groups = groups.limits.keys() - {*groups.groups, *groups.refused}
+            visit = self._job.stream.visit(group)
+            refused[group] = (visit, [score for score in scores if score is not None])
+        gone = {*groups.groups, *groups.refused}
         used = sum(answer.num_new for answer in answers)
-        ended = frozenset(place for place in kept if place[0] in open_groups)
-        for group in open_groups:
+        for group in groups.limits.keys() - gone:
             for response in range(size):
                 there = kept.get((group, response))
                 used += groups.limits[group] if there is None else there.num_new
         if groups.level is not None:
+            # What is open is sent to every rank, and counts from 0 in the next step.
             self._answers = {
                 place: one._replace(num_new=0, holder=self._backend.holder(None, place[0]))
                 for place, one in kept.items()
             }
-        self._forget({*groups.groups, *groups.refused})
+        self._forget(gone)
         return StepSummary(
             groups=groups,
             shown=shown,
-            visits={group: self._job.visit(group) for group in shown},
+            visits={group: self._job.stream.visit(group) for group in shown},
             answers=answers,
             refused=refused,
-            ended=ended,
+            ended=frozenset(place for place in kept if place[0] in groups.limits.keys() - gone),
             discarded_tokens=0 if sampled_tokens is None else sampled_tokens - used,
         )
 
@@ -352,32 +343,23 @@ class Dispatcher:
         """The inverse, but for the scheduler; the store is restored already."""
         scores: dict[Place, Score] = {}
         for saved in state["scores"]:
-            values = dict(saved)
-            place = values.pop("group"), values.pop("response")
-            scores[place] = restored_score(values)
+            values = {key: saved[key] for key in saved if key not in ("group", "response")}
+            scores[saved["group"], saved["response"]] = Score(**values)
         for place, completion, is_held in self._job.store.places():
             if is_held and place not in scores:
                 continue  # it has not ended
-            there = self._job.store.length(Request(0, *place))
+            there = self._job.store.length(place)
             is_sampled = completion.weight_version != DEMONSTRATED
             num_new = len(completion.token_ids) - there if is_sampled and not is_held else 0
             answer = self._answer_of(place, completion, num_new)
             self._answers[place] = answer._replace(score=scores.get(place))
-        self._score_the_rest()
-
-    def _score_the_rest(self) -> None:
-        """Responses that had ended, and whose reward no checkpoint has."""
-        scheduler = self.scheduler
+        # Some had ended, and their rewards were not there yet when the checkpoint was made.
         for (group, response), answer in self._answers.items():
             completion = self._job.store.get((group, response))
-            step = scheduler.end.step_of(group)
+            step = self.scheduler.end.step_of(group)
             if answer.score is None and completion is not None and step is not None:
-                version = scheduler.rules.version_of(step)
-                prompt = self._job.prompt(group, self._job.visit(group))
+                version = self.scheduler.rules.version_of(step)
+                prompt = self._job.stream.prompt(group, self._job.stream.visit(group))
                 self._rewards.give(Request(version, group, response), prompt, completion)
         for judged_version, group in self.scheduler.end.to_judge():
             self._judge(judged_version, group)
-
-
-def _place(request: Request) -> Place:
-    return request.group, request.response

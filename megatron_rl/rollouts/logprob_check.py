@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.passes import TokenScores
-from megatron_rl.protocols import WeightSync
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Image, Prompt, SequenceBatch, SyncReport
 
@@ -102,14 +101,14 @@ class LogprobCheck:
         self._sequences = sequences
         self._every = every
         self._tolerance = tolerance
-        self._first = True
+        self._is_first = True
 
     def expected(self, version: int) -> Float[Tensor, " tokens"] | None:
         """Collective. What the policy says, equal on all ranks; None when no comparison is due.
         Needs the policy's weights."""
-        due = self._first or version % self._every == 0
-        self._first = False
-        if not due:
+        is_due = self._is_first or version % self._every == 0
+        self._is_first = False
+        if not is_due:
             return None
         pairs = [
             (one.token_ids[: one.num_context], one.token_ids[one.num_context :])
@@ -118,9 +117,9 @@ class LogprobCheck:
         batch = sequence_batch(pairs, images=[one.images for one in self._sequences])
         return self._score(batch).logprobs.cpu()
 
-    def check(self, version: int, expected: Float[Tensor, " tokens"]) -> tuple[float, float]:
-        """Collective. The engine scores all sequences; returns mean and largest absolute difference
-        over all tokens, in nats, each of the replica where it is worst.
+    def check(self, report: SyncReport, expected: Float[Tensor, " tokens"]) -> SyncReport:
+        """Collective. The engine scores all sequences; returns the report with mean and largest
+        absolute difference over all tokens, in nats, each of the replica where it is worst.
 
         Only the mean is compared with the tolerance: one improbable token may differ by rounding,
         wrong weights shift all.
@@ -128,55 +127,27 @@ class LogprobCheck:
         Raises:
             WeightSyncError: on every rank: the mean is above the tolerance, or not a number.
         """
-        rows = self._engine.score(
-            [one.token_ids for one in self._sequences], [one.images for one in self._sequences]
-        )
-        # The engine scores all tokens but the first.
-        wanted = [
-            row[one.num_context - 1 :] for one, row in zip(self._sequences, rows, strict=True)
-        ]
+        ids = [one.token_ids for one in self._sequences]
+        rows = self._engine.score(ids, [one.images for one in self._sequences])
+        # The engine scores all tokens but the first: the logprob of token n is number n - 1.
+        pairs = zip(self._sequences, rows, strict=True)
+        wanted = [row[one.num_context - 1 :] for one, row in pairs]
         scored = torch.tensor(list(chain.from_iterable(wanted)))
         difference = (scored - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        worst, place = difference.max(0)
-        of_replica = (
-            difference.mean().item(),
-            self._engine.replica,
-            worst.item(),
-            scored[place].item(),
-            expected[place].item(),
-        )
-        of_all = self._world.all_gather(of_replica)
+        place = difference.argmax()
+        values = (difference.mean(), difference[place], scored[place], expected[place])
+        mean, *at_worst = (value.item() for value in values)
+        of_all = self._world.all_gather((mean, self._engine.replica, *at_worst))
         # Tuples are compared by their first value, the mean: the replica where it is worst.
         mean, replica, largest, engine_says, policy_says = max(of_all)
         if self._tolerance is not None and mean > self._tolerance:
             raise WeightSyncError(
-                f"step {version}: after the weight sync rollout engine (replica {replica}) and"
-                f" policy differ by {mean:.3g} nats in the logprob of a token on average, by"
+                f"step {report.version}: after the weight sync rollout engine (replica {replica})"
+                f" and policy differ by {mean:.3g} nats in the logprob of a token on average, by"
                 f" {largest:.3g} at most ({engine_says:.4g} and {policy_says:.4g}),"
                 f" weight_sync.logprob_check_tolerance is {self._tolerance:g}. The engine does not"
                 " hold the policy's weights, or computes another model; where both are right and"
                 " only rounding differs, raise it"
             )
-        return mean, max(largest for _, _, largest, _, _ in of_all)
-
-
-class CheckedSync:
-    """A weight sync with the logprob check behind it: a difference is a failed sync."""
-
-    def __init__(self, sync: WeightSync, logprob_check: LogprobCheck) -> None:
-        self.inner = sync
-        self._check = logprob_check
-
-    def sync(self, version: int) -> SyncReport:
-        """Collective. The engine can score when the inner sync returns.
-
-        Raises:
-            WeightSyncError: as the inner sync, and on every rank when the two sides differ.
-        """
-        # The policy scores first: its weights may be off the device when the engine is awake.
-        expected = self._check.expected(version)
-        report = self.inner.sync(version)
-        if expected is None:
-            return report
-        mean, largest = self._check.check(version, expected)
+        largest = max(largest for _, _, largest, _, _ in of_all)
         return replace(report, logprob_check_diff=mean, logprob_check_diff_max=largest)

@@ -18,26 +18,22 @@ from megatron_rl.rollouts.rows.experience import (
 )
 from megatron_rl.rollouts.rows.metrics import Clock
 
-# Between scoring and credit: what of the groups of a step is changed, see
-# ``rollouts/hooks/rollout_hooks.py``. They are given on rank 0; the answer is equal on every rank.
-AfterScoring = Callable[[int, Groups | None], RolloutEdit]
-# Told some responses of a step, on rank 0.
-LogSamples = Callable[[int, Sequence[Response]], None]
-# Some rows as whole responses, on rank 0; see ``exchange.on_main``.
-ShowRows = Callable[[Responses, RowNumbers], list[Response] | None]
-
-
-def not_logged(step: int, responses: Sequence[Response]) -> None:
-    """The ``LogSamples`` of a run that logs none."""
-
 
 @dataclass(frozen=True)
 class PostRollout:
-    """``shown``: some responses whole, on rank 0; ``num_samples``: to log of a step."""
+    """What follows when a step has its responses.
 
-    shown: ShowRows
-    after_scoring: AfterScoring | None = None
-    log_samples: LogSamples = not_logged
+    Attributes:
+        shown: Some rows as whole responses, on rank 0; see ``exchange.on_main``.
+        after_scoring: Rollout hooks: what of the groups of a step, given on rank 0, is changed;
+            equal on every rank.
+        log_samples: Told some responses of a step, on rank 0.
+        num_samples: Of a step, to log.
+    """
+
+    shown: Callable[[Responses, RowNumbers], list[Response] | None]
+    after_scoring: Callable[[int, Groups | None], RolloutEdit] | None = None
+    log_samples: Callable[[int, Sequence[Response]], None] | None = None
     num_samples: int = 0
 
     def __call__(self, step: int, responses: Responses, clock: Clock) -> Experience:
@@ -62,7 +58,7 @@ class PostRollout:
 
     def log(self, step: int, responses: Responses) -> None:
         """Collective."""
-        if not self.num_samples:
+        if not self.num_samples or self.log_samples is None:
             return
         uids = [prompt.uid for prompt in responses.prompts]
         shown = self.shown(responses, of_different_prompts(uids, self.num_samples))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.data.loader import PromptLoader, WeightedLoader, numbered
@@ -89,10 +90,23 @@ class PromptStream:
         self._visits = dict(state["visits"])
 
 
+class FixedPrompts(PromptStream):
+    """Some prompts with different uids, each of which comes once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._fixed = prompts
+
+    def prompt(self, number: int, visit: int = 1) -> Prompt:
+        return self._fixed[number]
+
+    def visit(self, group: int, admission: Admission | None = None) -> int:
+        return 1
+
+
+@dataclass
 class _Visits:
     """Of the groups of one step, as far as they were asked for."""
 
-    def __init__(self, kept: dict[int, int]) -> None:
-        self.by_group = kept
-        self.uids: set[str] = set()
-        self.num_new = 0
+    by_group: dict[int, int]
+    uids: set[str] = field(default_factory=set)
+    num_new: int = 0

@@ -26,20 +26,15 @@ class SamplingPlan:
     def __init__(
         self,
         plain: Sampling,
-        seed: int,
+        seed: int | None = None,
         *,
         response_limit: Callable[[int], int] | None = None,
         hooks: Resampling | None = None,
         staleness: int = 0,
     ) -> None:
-        """
-        Args:
-            plain: that of a training step, without its seed.
-            seed: of the run.
-            response_limit: tokens, by step; None: that of ``plain``.
-            hooks: the sampling hooks of the run, if any.
-            staleness: most updates between the newest weights and those that sample.
-        """
+        """``plain``: that of a training step, without its seed; ``seed``: of the run, None where
+        everything is sampled as ``plain`` says; ``response_limit``: tokens, by step; ``staleness``:
+        most updates between the newest weights and those that sample."""
         self._plain = plain
         self._seed = seed
         self._response_limit = response_limit
@@ -66,6 +61,8 @@ class SamplingPlan:
     def of_step(self, step: int) -> Sampling:
         """Without what hooks change for single prompts."""
         plain = self._plain
+        if self._seed is None:
+            return plain
         if plain.annealing is not None:
             plain = replace(plain, annealing=plain.annealing.at(step))
         if self._response_limit is not None:
@@ -79,11 +76,11 @@ class SamplingPlan:
         responses: Responses,
         clock: Clock,
         refused: Sequence[ScoredGroup],
-    ) -> Resampled | None:
+    ) -> Resampled:
         """Collective. What hooks make of the responses of a step, and of the groups that dynamic
-        sampling refused; None where there are no hooks."""
+        sampling refused."""
         if self._hooks is None:
-            return None
+            return Resampled(responses)
         return self._hooks.run(sampler, step, self.of_step(step), responses, clock, refused)
 
     def state(self) -> dict[str, Any]:

@@ -32,20 +32,20 @@ from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.config.schema import Config
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.rollouts.rows.experience import Experience, Responses, experience_of
-from megatron_rl.rollouts.store import restored_score, saved_score
+from megatron_rl.rollouts.store import saved_score
 from megatron_rl.runtime import disk
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Score
 
 FOLDER = "record"
 SUFFIX = ".safetensors"
-_FORMAT = 1
+_FORMAT = 2
 _GIB = 2**30
 _TOKENS = ("token_ids", "sampler_logprobs")
 _ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
-# Of an experience before it is scored, beside its responses.
+# Of an experience before it is scored, next to its responses.
 _REST = (
-    *("discarded_groups", "tries", "unused_tokens", "dropped_tokens", "excluded_tokens"),
-    *("excluded_share", "hook_metrics", "source_metrics"),
+    *("discarded_groups", "sampling_rounds", "discarded_tokens", "dropped_tokens"),
+    *("excluded_tokens", "excluded_share", "hook_metrics", "source_metrics"),
 )
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,12 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Recorded:
     """A step as it was recorded. ``values``: the configuration that it is trained with;
-    ``groups``: the numbers in the stream of those that were taken, ``start``: the first that the
-    step could take; ``uids``: of each group."""
+    ``groups``: the numbers in the stream of those that were taken; ``uids``: of each group."""
 
     step: int
     values: Mapping[str, Any]
     world_size: int
     groups: Sequence[int]
-    start: int
     uids: Sequence[str]
     tensors: Mapping[str, np.ndarray]
     scores: Sequence[Mapping[str, Any]]
@@ -70,18 +68,14 @@ class Recorded:
         """As the source gave it: equal on all ranks but for the tokens, which lie on rank 0.
         ``prompt_of``: by uid."""
         prompts = [prompt_of(uid) for uid in self.uids]
-        tensors = self.tensors
-        lengths = tensors["lengths"]
-        columns = {name: tensors[name] for name in _TOKENS}
+        lengths = self.tensors["lengths"]
+        columns = {name: self.tensors[name] for name in _TOKENS}
         columns["weight_versions"] = self.token_versions
         tokens = TokenRows(np.arange(len(lengths)), lengths, columns)
         responses = Responses(
-            prompts=[prompts[group] for group in tensors["group_ids"]],
-            group_ids=tensors["group_ids"],
-            lengths=lengths,
-            truncated=tensors["truncated"],
-            weight_versions=tensors["weight_versions"],
-            scores=[restored_score(score) for score in self.scores],
+            prompts=[prompts[group] for group in self.tensors["group_ids"]],
+            **{name: self.tensors[name] for name in _ROWS},
+            scores=[Score(**score) for score in self.scores],
             tokens=tokens if is_main else tokens.take([]),
             holders=np.zeros(len(lengths), dtype=np.int64),
         )
@@ -96,21 +90,21 @@ class Recorded:
 
 
 class StepRecord:
-    """Writes; on rank 0. Example: ``StepRecord(config, world.size).write(7, experience, [48, 49],
-    48)``."""
+    """Writes; on rank 0. Example: ``StepRecord(config, world.size).write(7, experience, [48,
+    49])``."""
 
     def __init__(self, config: Config, world_size: int) -> None:
         self._folder = Path(config.run_dir) / FOLDER
         self._max_bytes = int(config.source.record_gib * _GIB)
         self._header = {
             "format": _FORMAT,
-            "config": config.model_dump(mode="json"),
+            "values": config.model_dump(mode="json"),
             "world_size": world_size,
         }
         self._has_begun = False
 
-    def write(self, step: int, experience: Experience, groups: Sequence[int], start: int) -> None:
-        """``experience``: with the tokens of all rows. ``groups``, ``start``: see ``Recorded``.
+    def write(self, step: int, experience: Experience, groups: Sequence[int]) -> None:
+        """``experience``: with the tokens of all rows. ``groups``: see ``Recorded``.
 
         Raises:
             ValueError: no space left.
@@ -122,7 +116,6 @@ class StepRecord:
         header = self._header | {
             "step": step,
             "groups": list(groups),
-            "start": start,
             "uids": [responses.prompts[first].uid for first in firsts],
             "scores": [saved_score(score) for score in responses.scores],
             "rest": {name: getattr(experience, name) for name in _REST},
@@ -148,22 +141,18 @@ class StepRecord:
         for other in repeated:
             record_path(self._folder, other).unlink()
         if repeated:
-            logger.info(
-                "the record of steps %d to %d was removed: they are repeated",
-                repeated[0],
-                repeated[-1],
-            )
+            message = "the record of steps %d to %d was removed: they are repeated"
+            logger.info(message, repeated[0], repeated[-1])
 
     def _drop_oldest(self, step: int) -> None:
         """Keeps to the limit; the step that was written stays."""
-        there = recorded_steps(self._folder)
-        sizes = {other: record_path(self._folder, other).stat().st_size for other in there}
-        total = sum(sizes.values())
-        for other in there:
-            if total <= self._max_bytes or other == step:
+        paths = [record_path(self._folder, other) for other in recorded_steps(self._folder)]
+        total = sum(path.stat().st_size for path in paths)
+        for path in paths:
+            if total <= self._max_bytes or path == record_path(self._folder, step):
                 break
-            record_path(self._folder, other).unlink()
-            total -= sizes[other]
+            total -= path.stat().st_size
+            path.unlink()
 
 
 def _tensors(responses: Responses) -> dict[str, torch.Tensor]:
@@ -207,14 +196,5 @@ def read_step(folder: Path, step: int) -> Recorded:
             f"{path}: has format {facts['format']}, this program reads {_FORMAT}; replay it with"
             " the program that wrote it"
         )
-    return Recorded(
-        step=facts["step"],
-        values=facts["config"],
-        world_size=facts["world_size"],
-        groups=facts["groups"],
-        start=facts["start"],
-        uids=facts["uids"],
-        tensors=tensors,
-        scores=facts["scores"],
-        rest=facts["rest"],
-    )
+    del facts["format"]
+    return Recorded(tensors=tensors, **facts)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron_rl.scheduling.end_of_step import StepGroups
-from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Score, VersionSpan
 
 Place = tuple[int, int]  # a group and a response of it
@@ -29,20 +28,18 @@ class ResponseStore:
         self._held: dict[Place, Completion] = {}
         self._new: dict[Place, Completion] = {}
 
-    def so_far(self, request: Request) -> Completion | None:
-        """What a response had at the start of the step."""
-        return self._held.get((request.group, request.response))
+    def so_far(self, place: Place) -> Sequence[int]:
+        """The token ids of a response at the start of the step."""
+        there = self._held.get(place)
+        return () if there is None else there.token_ids
 
-    def length(self, request: Request) -> int:
-        """Tokens of the same."""
-        there = self.so_far(request)
-        return 0 if there is None else len(there.token_ids)
+    def length(self, place: Place) -> int:
+        return len(self.so_far(place))
 
-    def add(self, request: Request, more: Completion) -> Completion:
+    def add(self, place: Place, more: Completion) -> Completion:
         """What a response has got since the start of the step; returns all of it."""
-        whole = joined(self.so_far(request), more)
-        self._new[request.group, request.response] = whole
-        return whole
+        self._new[place] = joined(self._held.get(place), more)
+        return self._new[place]
 
     def get(self, place: Place) -> Completion | None:
         """All that is there of a response."""
@@ -64,9 +61,7 @@ class ResponseStore:
         for place, completion in self._new.items():
             if place[0] in limits:
                 if place not in ended:
-                    there = self._held.get(place)
-                    length = 0 if there is None else len(there.token_ids)
-                    completion = cut(completion, length + limits[place[0]])
+                    completion = cut(completion, self.length(place) + limits[place[0]])
                 if completion.token_ids:
                     found.append((place, completion))
         return found
@@ -88,12 +83,12 @@ class ResponseStore:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: tensors and plain values."""
-        return {"held": _saved_places(self._held), "new": _saved_places(self._new)}
+        return {"held": _saved(self._held), "new": _saved(self._new)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        self._held = _restored_places(state["held"])
-        self._new = _restored_places(state["new"])
+        self._held = _restored(state["held"])
+        self._new = _restored(state["new"])
 
     def places(self) -> list[tuple[Place, Completion, bool]]:
         """All that is there; whether it is from an earlier step."""
@@ -140,44 +135,35 @@ def cut(completion: Completion, length: int) -> Completion:
     )
 
 
-def _saved_places(completions: Mapping[Place, Completion]) -> list[dict[str, Any]]:
+def _saved(completions: Mapping[Place, Completion]) -> list[dict[str, Any]]:
+    """For a checkpoint: tensors and plain values."""
     return [
-        {"group": group, "response": response, **saved_completion(completion)}
-        for (group, response), completion in sorted(completions.items(), key=lambda pair: pair[0])
+        {
+            "group": group,
+            "response": response,
+            "token_ids": torch.tensor(one.token_ids, dtype=torch.int32),
+            "sampler_logprobs": torch.tensor(one.sampler_logprobs, dtype=torch.float32),
+            "truncated": one.truncated,
+            "weight_version": one.weight_version,
+            "spans": [list(span) for span in one.spans],
+        }
+        for (group, response), one in sorted(completions.items(), key=lambda pair: pair[0])
     ]
 
 
-def _restored_places(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
-    return {(one["group"], one["response"]): restored_completion(one) for one in saved}
-
-
-def saved_completion(completion: Completion) -> dict[str, Any]:
-    """For a checkpoint: tensors and plain values."""
+def _restored(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
     return {
-        "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
-        "sampler_logprobs": torch.tensor(completion.sampler_logprobs, dtype=torch.float32),
-        "truncated": completion.truncated,
-        "weight_version": completion.weight_version,
-        "spans": [list(span) for span in completion.spans],
+        (one["group"], one["response"]): Completion(
+            array("i", one["token_ids"].tolist()),
+            array("f", one["sampler_logprobs"].tolist()),
+            one["truncated"],
+            one["weight_version"],
+            tuple(VersionSpan(*span) for span in one["spans"]),
+        )
+        for one in saved
     }
 
 
-def restored_completion(state: Mapping[str, Any]) -> Completion:
-    """The inverse of ``saved_completion``."""
-    return Completion(
-        array("i", state["token_ids"].tolist()),
-        array("f", state["sampler_logprobs"].tolist()),
-        state["truncated"],
-        state["weight_version"],
-        tuple(VersionSpan(*span) for span in state["spans"]),
-    )
-
-
 def saved_score(score: Score) -> dict[str, Any]:
-    """For a checkpoint: plain values."""
+    """For a checkpoint: plain values, from which ``Score(**values)`` makes it again."""
     return {**vars(score), "parts": dict(score.parts)}
-
-
-def restored_score(state: Mapping[str, Any]) -> Score:
-    """The inverse of ``saved_score``."""
-    return Score(**state)

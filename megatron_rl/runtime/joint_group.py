@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.runtime.guard.error_chain import linked
+from megatron_rl.runtime.guard.error_chain import chain
 
 POLL_S = 0.002
 
@@ -224,6 +224,6 @@ def leave_group(group: dist.ProcessGroup, error: BaseException | None = None) ->
     distributed_c10d._world.pg_group_ranks.pop(group, None)
     distributed_c10d._world.pg_map.pop(group, None)
     group.abort()
-    for link in linked(error):
+    for link in chain(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()

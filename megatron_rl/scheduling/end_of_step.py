@@ -1,4 +1,4 @@
-"""When a step has its groups, and which they are: the strategies of ``Scheduler``.
+"""What a run trains on, and when a step has its groups: the strategies of ``Scheduler``.
 
 ``whole_groups.py`` trains groups that were begun for the step; ``token_level.py`` ends a step at a
 number of tokens, and what has not ended continues in the next one.
@@ -6,11 +6,62 @@ number of tokens, and what has not ended continues in the next one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megatron_rl.scheduling.work import Request
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """What a run trains on, and how old it may be.
+
+    Attributes:
+        groups_per_step: P.
+        responses_per_group: R.
+        max_rounds: Under dynamic sampling, sampling rounds of P groups that a step looks at (of
+            partial rollouts: groups that one slot looks at); then it trains what was found. None:
+            every group is wanted.
+        staleness: k, most updates between the weights that sample and those that are trained.
+        lockstep: Responses are wholly of version max(0, s - k), bit for bit; else of that or a
+            newer one.
+        groups_in_flight: Of partial rollouts, groups that are open at the start of a step, between
+            P and 2 P, so that those of one age fit into a step. None: every group is sampled
+            wholly for the step that trains it.
+        max_age: Of partial rollouts, most steps between the one that begins a group and the one
+            that trains it.
+
+    Example: ``StepRules(128, 8, max_rounds=10)``, ``StepRules(128, 8, groups_in_flight=160,
+    max_age=3)``.
+    """
+
+    groups_per_step: int
+    responses_per_group: int
+    max_rounds: int | None = None
+    staleness: int = 0
+    lockstep: bool = True
+    groups_in_flight: int | None = None
+    max_age: int = 1
+
+    def __post_init__(self) -> None:
+        most = self.groups_in_flight
+        assert most is None or self.groups_per_step <= most <= 2 * self.groups_per_step
+        assert self.max_age >= 1
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.max_rounds is not None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a response may continue in the next step."""
+        return self.groups_in_flight is not None
+
+    def version_of(self, step: int) -> int:
+        """Of the weights that sample for ``step``, counted from 0 in updates."""
+        return max(0, step - self.staleness)
 
 
 @dataclass(frozen=True)
@@ -21,33 +72,22 @@ class StepGroups:
         step: Counted from 0; so many updates were done before it.
         groups: Those that are trained, in prompt order.
         refused: Those that dynamic sampling refused in it, in prompt order.
-        start: The first group that the step could take.
         end: The first group that a later step may take.
         limits: Tokens that a response of a group may keep of this step, by group; of a group that
             is not named here: all.
         level: The most of these; None: there are none.
         first_steps: The step in which each trained group was begun.
 
-    Example: ``StepGroups(3, groups=[12, 14], refused=[13], start=12, end=15)``.
+    Example: ``StepGroups(3, groups=[12, 14], refused=[13], end=15)``.
     """
 
     step: int
     groups: Sequence[int]
     refused: Sequence[int] = ()
-    start: int = 0
     end: int = 0
     limits: Mapping[int, int] = field(default_factory=dict)
     level: int | None = None
     first_steps: Sequence[int] = ()
-
-    @property
-    def num_refused(self) -> int:
-        return len(self.refused)
-
-    @property
-    def age(self) -> int:
-        """Steps since the oldest group that is trained was begun."""
-        return max((self.step - first for first in self.first_steps), default=0)
 
 
 class Admission(NamedTuple):
@@ -65,103 +105,95 @@ class Admission(NamedTuple):
     number: Callable[[int], int]
 
 
-class EndOfStep(Protocol):
+class EndOfStep(ABC):
     """Decides from verdicts and token counts alone, so that the groups of a step are the same for
-    any timing and any number of workers."""
+    any timing and any number of workers.
+
+    Attributes:
+        step: The next one, counted from 0.
+        version: The newest weights that are published.
+        new: Responses that are wanted since the scheduler took them last.
+        dropped: Groups that no step can need any more, since then.
+        level: Tokens of a step after which its responses are paused; None: not known, or never.
+    """
+
+    def __init__(self, rules: StepRules, step: int, version: int) -> None:
+        self.rules = rules
+        self.step = step
+        self.version = version
+        self.new: list[Request] = []
+        self.dropped: set[int] = set()
+        self.level: int | None = None
+
+    def published(self, version: int) -> None:
+        """The weights of ``version`` exist."""
+        self.version = version
+        self.admit()
+
+    @abstractmethod
+    def admit(self) -> None:
+        """Asks for what the steps want whose weights are there; changes nothing where nothing is
+        missing."""
 
     @property
-    def step(self) -> int:
-        """The next one, counted from 0."""
-
-    @property
-    def start(self) -> int:
-        """The first group that a step may still take."""
-
-    @property
+    @abstractmethod
     def oldest_needed(self) -> int:
         """The oldest weights that something is still to be sampled with."""
 
     @property
+    @abstractmethod
     def num_answered(self) -> int:
         """Responses that are there, of groups that no step has taken yet."""
 
     @property
+    @abstractmethod
     def is_ready(self) -> bool:
         """Whether the next step has its groups, where nothing runs below its ``level``."""
 
-    def requests(self) -> list[Request]:
-        """Responses that are wanted since the last call."""
-
-    def dropped(self) -> set[int]:
-        """Groups that no step can need any more since the last call."""
-
-    def assigned(self, request: Request, version: int) -> None:
-        """A request goes to a worker whose weights are of ``version``."""
-
+    @abstractmethod
     def ended(self, request: Request, num_tokens: int) -> None:
         """A response has ended, ``num_tokens`` after the start of its step."""
 
     def paused(self, request: Request) -> None:
         """A response has got as many tokens in its step as ``level`` lets it."""
+        raise AssertionError("there is no level")
 
+    @abstractmethod
     def judged(self, version: int, group: int, *, wanted: bool) -> None:
-        """Whether the method trains on a whole group."""
+        """Whether the method trains on a whole group, whose requests named ``version``."""
 
+    @abstractmethod
     def is_whole(self, group: int) -> bool:
         """Whether all responses of a group are there."""
 
+    @abstractmethod
     def to_judge(self) -> list[tuple[int, int]]:
         """Version and number of every group that is whole and waits for its verdict."""
 
+    @abstractmethod
     def step_of(self, group: int) -> int | None:
         """The step that a group is sampled for; None: no step wants it any more."""
 
+    @abstractmethod
     def admission(self, group: int) -> Admission:
         """To that step."""
 
-    @property
-    def level(self) -> int | None:
-        """Tokens of a step after which its responses are paused; None: not known, or never."""
-
     def begin_of(self, group: int) -> int:
-        """The part of it that had passed when the group was begun."""
+        """The part of the step's ``level`` that had passed when the group was begun."""
+        return 0
 
+    @abstractmethod
     def take(self) -> StepGroups:
         """The groups of the next step, which leave."""
 
+    @abstractmethod
     def skip_to(self, step: int) -> None:
         """Between two steps: the next one is ``step``."""
 
-    def published(self, version: int) -> None:
-        """The weights of ``version`` exist."""
-
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
 
+    @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
-
-
-class StepRules(Protocol):
-    """What a run trains on, and how old it may be."""
-
-    @property
-    def groups_per_step(self) -> int: ...
-
-    @property
-    def responses_per_group(self) -> int: ...
-
-    @property
-    def staleness(self) -> int: ...
-
-    @property
-    def lockstep(self) -> bool: ...
-
-    @property
-    def is_filtered(self) -> bool: ...
-
-    def version_of(self, step: int) -> int:
-        """The weights that sample for ``step``, counted from 0 in updates."""
-
-    def end_of_step(self, step: int, start: int, version: int) -> EndOfStep:
-        """The strategy, at the beginning of ``step``."""
+        """The inverse. What ran is asked for again."""

@@ -5,13 +5,13 @@ It is told what happened and says what to do; it has no clock, sends nothing and
 dispatcher drives it::
 
     scheduler = Scheduler(rules)
-    scheduler.join("replica 0", capacity=256, version=0)
+    scheduler.queue.join("replica 0", capacity=256, version=0)
     while not scheduler.is_ready:
         for worker, request in scheduler.assign():      # submit it there
         for worker, request in scheduler.to_abort():    # no answer is wanted any more
         scheduler.limit(group)                          # pause what has so many tokens
         ...                                             # wait until something happens, then:
-        if scheduler.finished(worker, request, 17):     # or paused, failed, leave, join, switch
+        if scheduler.finished(worker, request, 17):     # or paused, queue.fail, leave, switch
             ...                                         # keep the answer, have it judged
         scheduler.judged(version, group, wanted=True)   # once all responses of a group are
     groups = scheduler.take()                           # of the next step
@@ -26,7 +26,7 @@ Invariants, checked after random events by ``tests/unit/scheduling``:
    order of events, the number of workers or how far ahead was sampled.
 2. A group is trained at most once; none is skipped that the method wants.
 3. The weights that sampled what step s trains are at most ``staleness`` = k updates older than
-   those that are trained: s - k <= version <= s. ``take`` looks at it again.
+   those that are trained: s - k <= version <= s.
 4. Each request of an incomplete step waits, runs on one worker, is paused or is answered; under a
    filter groups are admitted until enough are wanted or the limit is reached. So as long as workers
    answer, every step comes to an end.
@@ -37,39 +37,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.scheduling.end_of_step import StepGroups, StepRules
+from megatron_rl.scheduling.end_of_step import EndOfStep, StepGroups, StepRules
+from megatron_rl.scheduling.token_level import TokenLevel
+from megatron_rl.scheduling.whole_groups import WholeGroups
 from megatron_rl.scheduling.work import Assignment, Request, WorkQueue
 
 
 class Scheduler:
-    """See the head of this file."""
+    """See the head of this file. ``queue`` has the workers and their requests; ``end`` says what is
+    wanted, and when a step has its groups."""
 
-    def __init__(
-        self, rules: StepRules, *, step: int = 0, start: int = 0, version: int = 0
-    ) -> None:
-        """
-        Args:
-            step: the next one, counted from 0: so many updates are done.
-            start: its first group.
-            version: newest weights that are published.
-        """
+    def __init__(self, rules: StepRules, *, step: int = 0, version: int = 0) -> None:
+        """``step``: the next one, counted from 0: so many updates are done; ``version``: the newest
+        weights that are published."""
         self.rules = rules
         self.version = version
         self.queue = WorkQueue(exact=rules.lockstep)
-        self.end = rules.end_of_step(step, start, version)
+        end = TokenLevel if rules.is_partial else WholeGroups
+        self.end: EndOfStep = end(rules, step, version)
         self._aborts: list[Assignment] = []
         self._dropped: set[int] = set()
         self._update()
 
     # Workers
-
-    def join(self, worker: str, capacity: int, version: int) -> None:
-        """A new worker, with weights of ``version``; it takes ``capacity`` requests at a time."""
-        self.queue.join(worker, capacity, version)
-
-    def leave(self, worker: str) -> None:
-        """A worker is gone: its requests go to others."""
-        self.queue.leave(worker)
 
     def may_switch(self, worker: str) -> bool:
         """Whether a worker may get the newest weights. In lockstep it first ends all work that
@@ -77,24 +67,21 @@ class Scheduler:
         if not self.rules.lockstep:
             return True
         version = self.queue.workers[worker].version
-        may_want_more = self.rules.is_filtered and self.oldest_needed <= version
+        may_want_more = self.rules.is_filtered and self.end.oldest_needed <= version
         return self.queue.is_drained(worker) and not may_want_more
 
     def is_past(self, version: int) -> bool:
         """In lockstep: whether nothing is, or will be, sampled with weights older than
         ``version``."""
-        may_want_more = self.rules.is_filtered and self.oldest_needed < version
+        may_want_more = self.rules.is_filtered and self.end.oldest_needed < version
         return not self.queue.has_older(version) and not may_want_more
 
-    def hold(self, worker: str) -> None:
-        """A worker is about to get other weights: it is given nothing until ``switch``."""
-        self.queue.hold(worker)
-
-    def recall(self, worker: str) -> list[Assignment]:
-        """``hold``, where it has work that others can do or it will do again: that waits, and is to
-        be aborted."""
-        self.queue.hold(worker)
-        return self.queue.recall(worker)
+    @property
+    def wants_newest(self) -> bool:
+        """In lockstep, whether something waits for the weights that are published now or, under a
+        filter, a verdict may still ask for more of them: before newer ones take their place."""
+        may_want_more = self.rules.is_filtered and self.end.oldest_needed <= self.version
+        return self.rules.lockstep and (self.queue.num_waiting > 0 or may_want_more)
 
     def switch(self, worker: str, version: int) -> None:
         """A worker has got other weights: newer ones, or in lockstep older ones, because those that
@@ -106,10 +93,7 @@ class Scheduler:
 
     def assign(self) -> list[Assignment]:
         """What is to be submitted now."""
-        assigned = self.queue.assign()
-        for worker, request in assigned:
-            self.end.assigned(request, self.queue.workers[worker].version)
-        return assigned
+        return self.queue.assign()
 
     def dropped(self) -> set[int]:
         """Groups that no step needs any more, told once; their answers are to be forgotten."""
@@ -126,11 +110,11 @@ class Scheduler:
     def finished(self, worker: str, request: Request, num_tokens: int = 0) -> bool:
         """An answer, ``num_tokens`` after the start of its step; whether it counts. If not (it was
         aborted, or is another worker's by now), it is to be dropped."""
-        if not self.queue.finish(worker, request):
-            return False
-        self.end.ended(request, num_tokens)
-        self._update()
-        return True
+        counts = self.queue.finish(worker, request)
+        if counts:
+            self.end.ended(request, num_tokens)
+            self._update()
+        return counts
 
     def paused(self, worker: str, request: Request) -> bool:
         """A response has got as many tokens in its step as ``level`` lets it, or more."""
@@ -139,12 +123,8 @@ class Scheduler:
             self.end.paused(request)
         return counts
 
-    def failed(self, worker: str, request: Request) -> None:
-        """A worker could not answer; the request waits again."""
-        self.queue.fail(worker, request)
-
     def limit(self, group: int) -> int | None:
-        """Tokens after which a response of this group need not go on in its step; None: unknown."""
+        """Tokens after which a response of this group is paused in its step; None: unknown."""
         level = self.end.level
         return None if level is None else max(0, level - self.end.begin_of(group))
 
@@ -157,27 +137,14 @@ class Scheduler:
     # Steps
 
     @property
-    def oldest_needed(self) -> int:
-        """The oldest weights that something is still to be sampled with."""
-        return self.end.oldest_needed
-
-    @property
     def is_ready(self) -> bool:
         """Whether the next step has its groups."""
         return self.end.is_ready
 
-    @property
-    def wants_newest(self) -> bool:
-        """In lockstep, whether something waits for the weights that are published now or, under a
-        filter, a verdict may still ask for more of them: before newer ones take their place."""
-        may_want_more = self.rules.is_filtered and self.oldest_needed <= self.version
-        return self.rules.lockstep and (self.queue.num_waiting > 0 or may_want_more)
-
     def take(self) -> StepGroups:
         """The groups of the next step, which leave the scheduler."""
         taken = self.end.take()
-        for group in (*taken.groups, *taken.refused):
-            self.queue.forget_group(group)
+        self.queue.forget({*taken.groups, *taken.refused})
         self._update()
         return taken
 
@@ -189,14 +156,14 @@ class Scheduler:
         self._update()
 
     def _update(self) -> None:
-        """Queues what is newly wanted, behind the end of what is not wanted any more."""
-        dropped = self.end.dropped()
-        if dropped:
-            self._aborts += self.queue.cancel(lambda request: request.group in dropped)
-            self._dropped |= dropped
-            for group in dropped:
-                self.queue.forget_group(group)
-        self.queue.add(self.end.requests())
+        # Drops before it adds: a dropped group may be among the first that the next step asks for,
+        # and a cancel after that would take the new requests away.
+        if self.end.dropped:
+            self._aborts += self.queue.cancel(self.end.dropped)
+            self._dropped |= self.end.dropped
+            self.end.dropped = set()
+        self.queue.add(self.end.new)
+        self.end.new = []
 
     # State
 

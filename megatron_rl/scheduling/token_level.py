@@ -3,8 +3,8 @@ next step with their tokens, sampled by its weights.
 
 When that is must not depend on timing. So a step ends at a *level*, a number of tokens that each
 response gets in it, and not at a moment: at the least level at which ``groups_per_step`` = P groups
-are whole. Who is ahead of it waits, and what was sampled beyond it is thrown away. It follows from
-lengths alone::
+are whole. A response that is ahead of it waits, and what was sampled beyond it is discarded. It
+follows from lengths alone::
 
     level of a group in a step: most tokens that one of its responses still takes to its end
     level of the step: the P-th smallest level of its groups, but at least that of every group
@@ -19,7 +19,7 @@ prompt takes whose place, too: the r-th replacement in slot i is prompt r F + i 
 ones. A prompt that was not begun by the level of the step is among the first new ones of the next.
 
 As groups come to their ends the bound that is known falls, and ``level`` says it: a response that
-has got so many tokens in this step need not go on. The bound is the level when nothing runs below
+has got so many tokens in this step is paused. The bound is the level when nothing runs below
 it. A level can be 0: where enough groups became whole with the level of the step before.
 
 Invariants, checked after random events: a group is trained once, whole, and no later than
@@ -33,49 +33,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_rl.scheduling.end_of_step import Admission, StepGroups
+from megatron_rl.scheduling.end_of_step import Admission, EndOfStep, StepGroups, StepRules
 from megatron_rl.scheduling.work import Request
 
-
-@dataclass(frozen=True)
-class PartialRules:
-    """What a run with partial rollouts trains on.
-
-    Attributes:
-        groups_in_flight: Groups that are open at the start of a step, between P and 2 P, so that
-            those of one age fit into a step.
-        max_age: Most steps between the one that begins a group and the one that trains it.
-        max_rounds: Under dynamic sampling: groups that one slot may look at in a step; then the
-            step trains what was found. None: every group is wanted.
-        staleness: Updates between the weights that sample a step and those that are trained in it.
-
-    Example: ``PartialRules(groups_per_step=128, responses_per_group=8, groups_in_flight=160,
-    max_age=3)``.
-    """
-
-    groups_per_step: int
-    responses_per_group: int
-    groups_in_flight: int
-    max_age: int
-    max_rounds: int | None = None
-    staleness: int = 0
-    lockstep: bool = True
-
-    def __post_init__(self) -> None:
-        assert self.groups_per_step <= self.groups_in_flight <= 2 * self.groups_per_step
-        assert self.max_age >= 1
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.max_rounds is not None
-
-    def version_of(self, step: int) -> int:
-        """The weights that sample for ``step``, counted from 0 in updates."""
-        return max(0, step - self.staleness)
-
-    def end_of_step(self, step: int, start: int, version: int) -> TokenLevel:
-        """The strategy, at the beginning of ``step``."""
-        return TokenLevel(self, step, start, version)
+# Of ``TokenLevel``, what a checkpoint keeps besides the groups.
+_STATE = ("step", "version", "_next", "_gaps", "_kept", "_num_begun", "_is_begun")
 
 
 @dataclass
@@ -105,36 +67,28 @@ class OpenGroup:
         return self.begin + max([min(1, self.number_in_slot), *self.ends.values()])
 
 
-class TokenLevel:
-    """Implements ``EndOfStep``; see the head of this file."""
+class TokenLevel(EndOfStep):
+    """See the head of this file. ``level``: the bound that is known; it falls."""
 
-    def __init__(self, rules: PartialRules, step: int, start: int, version: int) -> None:
-        self.rules = rules
-        self._step = step
-        self._version = version
+    def __init__(self, rules: StepRules, step: int, version: int) -> None:
+        super().__init__(rules, step, version)
         self._groups: dict[int, OpenGroup] = {}
-        self._next = start  # no prompt from here on was ever given to a slot
+        self._next = 0  # no prompt from here on was ever given to a slot
         self._gaps: list[int] = []  # those before it that were not begun, ascending
-        self._kept: tuple[int, ...] = ()  # open since before this step
+        self._kept: list[int] = []  # open since before this step
         self._num_begun = 0  # new groups at the start of this step
         self._is_begun = False
-        self._level: int | None = None  # the bound that is known
         self._open: set[Request] = set()  # asked for, neither ended nor paused
-        self._new: list[Request] = []
-        self._dropped: set[int] = set()
-        self._begin()
+        self.admit()
 
     @property
-    def step(self) -> int:
-        return self._step
-
-    @property
-    def start(self) -> int:
+    def _first(self) -> int:
+        """The first group that a step may still take."""
         return min([*self._groups, *self._gaps, self._next])
 
     @property
     def oldest_needed(self) -> int:
-        return self.rules.version_of(self._step + self.is_ready)
+        return self.rules.version_of(self.step + self.is_ready)
 
     @property
     def num_answered(self) -> int:
@@ -142,26 +96,14 @@ class TokenLevel:
 
     @property
     def is_ready(self) -> bool:
-        level = self._level
+        level = self.level
         if level is None or self._open or not self._is_begun:
             return False
+        # A verdict that is out may bring a group into the step, or another in its place.
         return not self.rules.is_filtered or not any(
             self._has_passed(group, level) and group.wanted is None
             for group in self._groups.values()
         )
-
-    def requests(self) -> list[Request]:
-        new = self._new
-        self._new = []
-        return new
-
-    def dropped(self) -> set[int]:
-        dropped = self._dropped
-        self._dropped = set()
-        return dropped
-
-    def assigned(self, request: Request, version: int) -> None:
-        """The ages of groups are bounded by ``max_age``."""
 
     def ended(self, request: Request, num_tokens: int) -> None:
         group = self._groups[request.group]
@@ -187,7 +129,7 @@ class TokenLevel:
         return group in self._groups and self._is_whole(self._groups[group])
 
     def to_judge(self) -> list[tuple[int, int]]:
-        version = self.rules.version_of(self._step)
+        version = self.rules.version_of(self.step)
         return [
             (version, number)
             for number, group in sorted(self._groups.items())
@@ -195,33 +137,29 @@ class TokenLevel:
         ]
 
     def step_of(self, group: int) -> int | None:
-        return self._step if group in self._groups else None
+        return self.step if group in self._groups else None
 
     def admission(self, group: int) -> Admission:
-        return Admission(self._step, self._kept, self._candidate)
-
-    @property
-    def level(self) -> int | None:
-        return self._level
+        return Admission(self.step, self._kept, self._candidate)
 
     def begin_of(self, group: int) -> int:
         return self._groups[group].begin
 
     def take(self) -> StepGroups:
-        """Whoever keeps the tokens cuts every response that is not trained to the ``limits``, also
-        one that has ended beyond them."""
-        level = self._level
+        """The caller, who keeps the tokens, cuts every response that is not trained to the
+        ``limits``, also one that has ended beyond them."""
+        level = self.level
         assert level is not None and self.is_ready, "the level of the step is not known"
         in_order = sorted(self._groups, key=lambda one: (self._groups[one].first_step, one))
         passed = [one for one in in_order if self._has_passed(self._groups[one], level)]
         refused = [number for number in passed if self._groups[number].wanted is False]
         wanted = [number for number in passed if number not in set(refused)]
+        # More than P may have passed where groups have one level: the youngest wait.
         groups = wanted[: self.rules.groups_per_step]
         limits = {number: level - group.begin for number, group in self._groups.items()}
-        start = self.start
         self._note_gaps()
         first_steps = [self._groups.pop(number).first_step for number in groups]
-        assert all(self._step - first <= self.rules.max_age for first in first_steps)
+        assert all(self.step - first <= self.rules.max_age for first in first_steps)
         for number in refused:
             del self._groups[number]
         for number, group in self._groups.items():
@@ -230,40 +168,29 @@ class TokenLevel:
             ends = {one: 0 for one, end in group.ends.items() if end <= limits[number]}
             wanted_already = group.wanted if self._has_passed(group, level) else None
             self._groups[number] = OpenGroup(group.first_step, ends=ends, wanted=wanted_already)
-        taken = StepGroups(
-            step=self._step,
-            groups=groups,
-            refused=refused,
-            start=start,
-            end=self.start,
-            limits=limits,
-            level=level,
-            first_steps=first_steps,
-        )
-        self._step += 1
+        taken = StepGroups(self.step, groups, refused, self._first, limits, level, first_steps)
+        self.step += 1
         self._is_begun = False
-        self._level = None
-        self._begin()
+        self.level = None
+        self.admit()
         return taken
 
     def skip_to(self, step: int) -> None:
         assert not self._is_begun, "a step is begun"
-        self._step = step
+        self.step = step
 
-    def published(self, version: int) -> None:
-        self._version = version
-        self._begin()
-
-    def _begin(self) -> None:
+    def admit(self) -> None:
         """Begins a step whose weights are there: admits groups, and asks for what is missing of the
         open ones."""
-        if self._is_begun or self.rules.version_of(self._step) > self._version:
+        if self._is_begun or self.rules.version_of(self.step) > self.version:
             return
         self._is_begun = True
-        self._kept = tuple(sorted(self._groups))
+        self._kept = sorted(self._groups)
+        assert self.rules.groups_in_flight is not None
         self._num_begun = self.rules.groups_in_flight - len(self._groups)
         for place in range(self._num_begun):
-            self._groups[self._candidate(place)] = OpenGroup(self._step)
+            self._groups[self._candidate(place)] = OpenGroup(self.step)
+        # Slots by group number, not by who came first: a resumed run has the same ones.
         for slot, number in enumerate(sorted(self._groups)):
             self._groups[number].slot = slot
             self._ask(number)
@@ -277,41 +204,44 @@ class TokenLevel:
         return self._next + place - len(self._gaps)
 
     def _ask(self, number: int) -> None:
-        version = self.rules.version_of(self._step)
+        version = self.rules.version_of(self.step)
         missing = set(range(self.rules.responses_per_group)) - self._groups[number].ends.keys()
         requests = [Request(version, number, response) for response in sorted(missing)]
         self._open.update(requests)
-        self._new += requests
+        self.new += requests
 
     def _replace(self, refused: OpenGroup) -> None:
         """The next group of a slot, which begins where the refused one has ended."""
         count = refused.number_in_slot + 1
-        assert self.rules.max_rounds is not None
         if count == self.rules.max_rounds:
             return
-        if self._level is not None and refused.level >= self._level:
+        if self.level is not None and refused.level >= self.level:
             return
+        # Its number follows from slot and count alone, not from which slot was refused first:
+        # after the groups of the start come rows of F candidates, one for each slot.
+        assert self.rules.groups_in_flight is not None
         place = self._num_begun + (count - 1) * self.rules.groups_in_flight + refused.slot
         number = self._candidate(place)
-        self._groups[number] = OpenGroup(self._step, refused.slot, count, refused.level)
+        self._groups[number] = OpenGroup(self.step, refused.slot, count, refused.level)
         self._ask(number)
 
     def _bound(self) -> None:
         """What is known of the level of the step."""
-        self._level = self._known_level()
-        if self._level is None:
+        self.level = self._known_level()
+        if self.level is None:
             return
+        # The bound falls, so a replacement that was begun may lie beyond it now.
         for number, group in list(self._groups.items()):
-            if group.number_in_slot and group.begin >= self._level:
+            if group.number_in_slot and group.begin >= self.level:
                 del self._groups[number]
-                self._dropped.add(number)
+                self.dropped.add(number)
                 self._open = {request for request in self._open if request.group != number}
 
     def _known_level(self) -> int | None:
         groups = self._groups.values()
         whole = [group for group in groups if self._is_whole(group)]
         decided = [group for group in whole if not self.rules.is_filtered or group.wanted]
-        oldest = [group for group in groups if self._is_oldest(group)]
+        oldest = [group for group in groups if self.step - group.first_step == self.rules.max_age]
         if len(decided) < self.rules.groups_per_step and self._is_exhausted:
             return max((group.level for group in whole), default=0)
         if len(decided) < self.rules.groups_per_step or not all(map(self._is_whole, oldest)):
@@ -342,7 +272,7 @@ class TokenLevel:
 
     def _note_gaps(self) -> None:
         """Before groups leave: the prompts that the next step may begin first."""
-        new = {number for number in self._groups if number not in set(self._kept)}
+        new = self._groups.keys() - set(self._kept)
         following = max([self._next, *(number + 1 for number in new)])
         there = [*self._gaps, *range(self._next, following)]
         self._gaps = [number for number in there if number not in new]
@@ -354,32 +284,16 @@ class TokenLevel:
     def _has_passed(self, group: OpenGroup, level: int) -> bool:
         return self._is_whole(group) and group.level <= level
 
-    def _is_oldest(self, group: OpenGroup) -> bool:
-        return self._step - group.first_step == self.rules.max_age
-
     def state(self) -> dict[str, Any]:
-        return {
-            "step": self._step,
-            "version": self._version,
-            "next": self._next,
-            "gaps": list(self._gaps),
-            "kept": list(self._kept),
-            "num_begun": self._num_begun,
-            "is_begun": self._is_begun,
-            "groups": {number: asdict(group) for number, group in self._groups.items()},
-        }
+        groups = {number: asdict(group) for number, group in self._groups.items()}
+        return {name: getattr(self, name) for name in _STATE} | {"groups": groups}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._step = state["step"]
-        self._version = state["version"]
-        self._next = state["next"]
-        self._gaps = list(state["gaps"])
-        self._kept = tuple(state["kept"])
-        self._num_begun = state["num_begun"]
-        self._is_begun = state["is_begun"]
+        for name in _STATE:
+            setattr(self, name, state[name])
         self._groups = {number: OpenGroup(**group) for number, group in state["groups"].items()}
         if self._is_begun:
             for number in sorted(self._groups):
                 self._ask(number)
             self._bound()
-        self._begin()
+        self.admit()

@@ -11,10 +11,10 @@ Without a filter every group is wanted, so step s trains the groups [sP, (s + 1)
 admitted in time for its version is the bound of asynchronous training: with v updates done, version
 s - k exists for all s <= v + k, so group i is admitted once i < (v + 1 + k)P.
 
-With a filter (dynamic sampling) nobody knows how many prompts a step takes. More are sampled than
-are missing, by the share that was wanted of late; each refusal is made up for at once. How many are
-sampled ahead changes the cost of a step, not its groups: what lies behind the last one is dropped,
-and its prompts are the first of the next step.
+With a filter (dynamic sampling) the number of prompts that a step takes is not known before. More
+are sampled than are missing, by the share that was wanted of late; each refusal is made up for at
+once. How many are sampled ahead changes the cost of a step, not its groups: what lies after the
+last one is dropped, and its prompts are the first of the next step.
 """
 
 from __future__ import annotations
@@ -24,36 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.scheduling.end_of_step import Admission, StepGroups
+from megatron_rl.scheduling.end_of_step import Admission, EndOfStep, StepGroups, StepRules
 from megatron_rl.scheduling.work import Request
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a run trains on. ``max_groups``: at most so many groups are looked at for a step under a
-    filter; then it trains on those found. None: no filter, every group is wanted.
-
-    Example: ``Rules(groups_per_step=128, responses_per_group=8, max_groups=1280)``.
-    """
-
-    groups_per_step: int
-    responses_per_group: int
-    max_groups: int | None = None
-    staleness: int = 0  # k: updates between the weights that sample and those that are trained
-    # Responses wholly of version max(0, s - k), bit for bit; else of that or a newer one.
-    lockstep: bool = True
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.max_groups is not None
-
-    def version_of(self, step: int) -> int:
-        """Of the weights that sample for ``step``, counted from 0 in updates."""
-        return max(0, step - self.staleness)
-
-    def end_of_step(self, step: int, start: int, version: int) -> WholeGroups:
-        """The strategy, at the beginning of ``step``."""
-        return WholeGroups(self, step, start, version)
 
 
 @dataclass
@@ -81,7 +53,7 @@ class Batch:
     ``verdicts``: whether a group is wanted, of those whose responses are all there and judged.
     """
 
-    rules: Rules
+    rules: StepRules
     step: int
     start: int
     admitted: int = 0  # groups [start, start + admitted)
@@ -96,9 +68,7 @@ class Batch:
     @property
     def limit(self) -> int:
         """Groups that the step may look at."""
-        if self.rules.max_groups is None:
-            return self.rules.groups_per_step
-        return self.rules.max_groups
+        return self.rules.groups_per_step * (self.rules.max_rounds or 1)
 
     @property
     def is_complete(self) -> bool:
@@ -109,30 +79,22 @@ class Batch:
         """The first group of the next step; None while it is not known."""
         if not self.rules.is_filtered:
             return self.start + self.limit
-        if not self.is_complete:
-            return None
-        return self.start + self._decided
+        return self.start + self._decided if self.is_complete else None
 
-    @property
-    def groups(self) -> list[int]:
-        """Those that a complete batch trains."""
+    def decided(self, *, wanted: bool) -> list[int]:
+        """Those of a complete batch that were looked at and are wanted, or are not."""
         assert self.is_complete, "a batch that is not complete"
         looked_at = range(self.start, self.start + self._decided)
-        return [group for group in looked_at if self.verdicts[group]]
+        return [group for group in looked_at if self.verdicts[group] == wanted]
 
     @property
-    def refused(self) -> list[int]:
-        """Those that were looked at and are not wanted."""
-        looked_at = range(self.start, self.start + self._decided)
-        return [group for group in looked_at if not self.verdicts[group]]
-
-    def has(self, group: int) -> bool:
-        """Whether a group is admitted here."""
-        return self.start <= group < self.start + self.admitted
+    def groups(self) -> range:
+        """Those that are admitted here."""
+        return range(self.start, self.start + self.admitted)
 
     def judge(self, group: int, *, wanted: bool) -> None:
         """Takes the verdict on a group that was admitted."""
-        assert self.has(group) and group not in self.verdicts
+        assert group in self.groups and group not in self.verdicts
         self.verdicts[group] = wanted
         # Verdicts come in any order, and only those without a gap before them decide: with groups
         # 0, 1 and 3 judged two are decided, and the verdict on 2 decides 2 and 3.
@@ -160,6 +122,8 @@ class Batch:
         wanted before them that the step has enough, whatever the verdicts on the others are."""
         first = last = self.start + self.admitted
         wanted = 0
+        # Verdicts with gaps between them count, too: whatever the gaps bring, the step ends at
+        # ``first`` or before it.
         for group in sorted(self.verdicts):
             wanted += self.verdicts[group]
             if wanted == self.rules.groups_per_step:
@@ -171,33 +135,20 @@ class Batch:
         return range(first, last)
 
 
-class WholeGroups:
-    """Implements ``EndOfStep``: every group is sampled wholly for the step that trains it.
+class WholeGroups(EndOfStep):
+    """Every group is sampled wholly for the step that trains it.
 
     Without a filter the groups of a step are known at once, so with staleness k those of k + 1
     steps are open; with one the next step's start is known when the step before has its groups.
     """
 
-    def __init__(self, rules: Rules, step: int, start: int, version: int) -> None:
-        self.rules = rules
+    def __init__(self, rules: StepRules, step: int, version: int) -> None:
+        super().__init__(rules, step, version)
         self.kept_share = KeptShare()
-        self._version = version
-        self._step = step
-        self._start = start
+        self._start = 0  # the first group that a step may still take
         self._batches: list[Batch] = []  # not yet taken, in the order of steps
         self._answered: dict[int, set[int]] = {}  # group -> its responses that are there
-        self._sampled_by: dict[int, int] = {}  # group -> oldest weights that a request was given to
-        self._new: list[Request] = []
-        self._dropped: set[int] = set()
-        self._admit()
-
-    @property
-    def step(self) -> int:
-        return self._step
-
-    @property
-    def start(self) -> int:
-        return self._start
+        self.admit()
 
     @property
     def oldest_needed(self) -> int:
@@ -206,7 +157,7 @@ class WholeGroups:
         for batch in self._batches:
             if not batch.is_complete:
                 return batch.version
-        return self.rules.version_of(self._next_step)
+        return self.rules.version_of(self.step + len(self._batches))
 
     @property
     def num_answered(self) -> int:
@@ -216,30 +167,14 @@ class WholeGroups:
     def is_ready(self) -> bool:
         return bool(self._batches) and self._batches[0].is_complete
 
-    def requests(self) -> list[Request]:
-        new = self._new
-        self._new = []
-        return new
-
-    def dropped(self) -> set[int]:
-        dropped = self._dropped
-        self._dropped = set()
-        return dropped
-
-    def assigned(self, request: Request, version: int) -> None:
-        oldest = self._sampled_by.get(request.group, version)
-        self._sampled_by[request.group] = min(oldest, version)
-
     def ended(self, request: Request, num_tokens: int) -> None:
         self._answered.setdefault(request.group, set()).add(request.response)
-
-    def paused(self, request: Request) -> None:
-        raise AssertionError("there is no limit")
 
     def judged(self, version: int, group: int, *, wanted: bool) -> None:
         """What no step can need any more is dropped; what is missing instead is admitted. A verdict
         on responses that were dropped meanwhile changes nothing."""
         batch = self._batch_with(group)
+        # A dropped group may be back, in a batch of other weights, or not whole again yet.
         if batch is None or batch.version != version:
             return
         if group in batch.verdicts or not self.is_whole(group):
@@ -247,20 +182,20 @@ class WholeGroups:
         batch.judge(group, wanted=wanted)
         if self.rules.is_filtered and wanted:
             dropped = batch.drop_unneeded()
-            self._dropped.update(dropped)
+            self.dropped.update(dropped)
             self._forget(dropped)
-        self._admit()
+        self.admit()
 
     def is_whole(self, group: int) -> bool:
         return len(self._answered.get(group, ())) == self.rules.responses_per_group
 
     def to_judge(self) -> list[tuple[int, int]]:
-        waiting = []
-        for batch in self._batches:
-            for group in range(batch.start, batch.start + batch.admitted):
-                if self.is_whole(group) and group not in batch.verdicts:
-                    waiting.append((batch.version, group))
-        return waiting
+        return [
+            (batch.version, group)
+            for batch in self._batches
+            for group in batch.groups
+            if self.is_whole(group) and group not in batch.verdicts
+        ]
 
     def step_of(self, group: int) -> int | None:
         batch = self._batch_with(group)
@@ -272,102 +207,78 @@ class WholeGroups:
         start = batch.start
         return Admission(batch.step, (), lambda place: start + place)
 
-    level = None
-
-    def begin_of(self, group: int) -> int:
-        return 0
-
     def take(self) -> StepGroups:
         assert self.is_ready, "the next step has not all of its groups"
         batch = self._batches.pop(0)
-        groups = batch.groups
-        # A filter may leave no group at all.
-        oldest = min((self._sampled_by[group] for group in groups), default=batch.version)
-        assert batch.step - oldest <= self.rules.staleness, (
-            f"step {batch.step} would train what weights {oldest} have sampled"
-        )
-        refused = batch.refused
+        groups = batch.decided(wanted=True)
+        refused = batch.decided(wanted=False)
         self.kept_share.note(len(groups), len(groups) + len(refused))
-        self._step = batch.step + 1
-        self._start = batch.start + batch.admitted
-        self._forget(range(batch.start, self._start))
-        self._admit()
-        return StepGroups(batch.step, groups, refused, batch.start, batch.start + batch.admitted)
+        self.step = batch.step + 1
+        # A complete batch has no group after the last that was looked at: those were dropped.
+        self._start = batch.groups.stop
+        self._forget(batch.groups)
+        self.admit()
+        return StepGroups(batch.step, groups, refused, self._start)
 
     def skip_to(self, step: int) -> None:
         assert not self._batches, "a step is begun"
-        self._step = step
+        self.step = step
 
-    def published(self, version: int) -> None:
-        self._version = version
-        self._admit()
-
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Opens the batches of all steps whose weights are published and whose start is known, and
         admits what they lack."""
-        while self.rules.version_of(self._next_step) <= self._version:
+        while self.rules.version_of(self.step + len(self._batches)) <= self.version:
             start = self._batches[-1].end if self._batches else self._start
             if start is None:
                 break
-            self._batches.append(Batch(self.rules, self._next_step, start))
+            self._batches.append(Batch(self.rules, self.step + len(self._batches), start))
         share = self.kept_share.value if self.rules.is_filtered else 1.0
         for batch in self._batches:
-            first = batch.start + batch.admitted
+            first = batch.groups.stop
             batch.admitted += batch.missing(share)
-            self._request(batch, range(first, batch.start + batch.admitted))
+            self._request(batch, range(first, batch.groups.stop))
 
     def _request(self, batch: Batch, groups: Iterable[int]) -> None:
-        """Asks for what is not there of some groups."""
         for group in groups:
             there = self._answered.get(group, set())
             missing = set(range(self.rules.responses_per_group)) - there
-            self._new += [Request(batch.version, group, response) for response in missing]
-
-    @property
-    def _next_step(self) -> int:
-        return self._batches[-1].step + 1 if self._batches else self._step
+            self.new += [Request(batch.version, group, response) for response in missing]
 
     def _batch_with(self, group: int) -> Batch | None:
-        for batch in self._batches:
-            if batch.has(group):
-                return batch
-        return None
+        return next((batch for batch in self._batches if group in batch.groups), None)
 
     def _forget(self, groups: Iterable[int]) -> None:
         for group in groups:
             self._answered.pop(group, None)
-            self._sampled_by.pop(group, None)
 
     def state(self) -> dict[str, Any]:
         """The position, the batches that are open, and which of their responses are there (the
-        caller keeps those). What runs is asked for again."""
+        caller keeps those)."""
         return {
-            "step": self._step,
+            "step": self.step,
             "start": self._start,
-            "version": self._version,
+            "version": self.version,
             "kept_share": [self.kept_share.wanted, self.kept_share.seen],
             "batches": [
                 {"admitted": one.admitted, "start": one.start, "verdicts": dict(one.verdicts)}
                 for one in self._batches
             ],
             "answered": {group: sorted(there) for group, there in self._answered.items()},
-            "sampled_by": dict(self._sampled_by),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._step = state["step"]
+        self.step = state["step"]
         self._start = state["start"]
-        self._version = state["version"]
+        self.version = state["version"]
         self.kept_share = KeptShare(*state["kept_share"])
         self._answered = {group: set(there) for group, there in state["answered"].items()}
-        self._sampled_by = dict(state["sampled_by"])
         self._batches = []
-        self._new = []
+        self.new = []
         for number, saved in enumerate(state["batches"]):
             # Its step follows from its place among the batches.
-            batch = Batch(self.rules, self._step + number, saved["start"], saved["admitted"])
+            batch = Batch(self.rules, self.step + number, saved["start"], saved["admitted"])
             for group in sorted(saved["verdicts"]):
                 batch.judge(group, wanted=saved["verdicts"][group])
             self._batches.append(batch)
-            self._request(batch, range(batch.start, batch.start + batch.admitted))
-        self._admit()
+            self._request(batch, batch.groups)
+        self.admit()

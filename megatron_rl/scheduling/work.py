@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,6 +33,11 @@ class Request(NamedTuple):
     version: int
     group: int  # number of the prompt in the order of the stream
     response: int  # number in the group
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Names the response, of whatever weights."""
+        return self.group, self.response
 
 
 class Assignment(NamedTuple):
@@ -53,7 +58,7 @@ class Worker:
     is_held: bool = False
 
     @property
-    def has_room(self) -> bool:
+    def is_free(self) -> bool:
         return len(self.running) < self.capacity and not self.is_held
 
 
@@ -81,18 +86,11 @@ class WorkQueue:
         assert name not in self.workers, f"worker {name} is there already"
         self.workers[name] = Worker(capacity, version)
 
-    def leave(self, name: str) -> list[Request]:
-        """A worker is gone; what it ran waits again and is returned. Does nothing twice."""
-        worker = self.workers.pop(name, None)
-        lost = sorted(worker.running) if worker else []  # a set has no order
-        for request in lost:
-            del self._place[request]
-        self.add(lost)
-        return lost
-
-    def hold(self, name: str) -> None:
-        """A worker takes no requests until it has other weights, see ``switch``."""
-        self.workers[name].is_held = True
+    def leave(self, name: str) -> None:
+        """A worker is gone; what it ran waits again. Does nothing twice."""
+        if name in self.workers:
+            self.recall(name)
+            del self.workers[name]
 
     def switch(self, name: str, version: int) -> None:
         """A worker has other weights now. In an exact queue it must be idle, and may have gone back
@@ -104,8 +102,11 @@ class WorkQueue:
         worker.is_held = False
 
     def recall(self, name: str) -> list[Assignment]:
-        """What a worker runs waits again; the caller is to abort it there."""
-        running = sorted(self.workers[name].running)  # a set has no order
+        """A worker is to get other weights, see ``switch``: it takes no requests until then, and
+        what it runs waits again; the caller is to abort it there."""
+        worker = self.workers[name]
+        worker.is_held = True
+        running = sorted(worker.running)  # a set has no order
         for request in running:
             self.fail(name, request)
         return [Assignment(name, request) for request in running]
@@ -140,7 +141,7 @@ class WorkQueue:
             heapq.heappush(self._waiting.setdefault(request.version, []), request)
 
     def assign(self) -> list[Assignment]:
-        """Hands out what waits to the workers that have room; the caller submits it there.
+        """Hands out what waits to the workers that are free; the caller submits it there.
 
         Loads stay even. Requests of one group share their prompt, so they go to one worker as long
         as that has no more than its equal part of all work.
@@ -167,24 +168,24 @@ class WorkQueue:
     def _hand_out(
         self, heap: list[Request], fitting: dict[str, Worker], equal_part: int
     ) -> list[Assignment]:
-        # Least load first, of equal loads by name. Each worker with room has one entry. It may be
+        # Least load first, of equal loads by name. Each free worker has one entry. It may be
         # out of date by the siblings that followed a request, and is corrected when it comes up.
         by_load = []
         for name, worker in fitting.items():
-            if worker.has_room:
+            if worker.is_free:
                 by_load.append((len(worker.running), name))
         heapq.heapify(by_load)
         assigned = []
         while heap and by_load:
             name = self._worker_of_group.get(heap[0].group, "")
             sibling = fitting.get(name)
-            if sibling is None or not sibling.has_room or len(sibling.running) >= equal_part:
+            if sibling is None or not sibling.is_free or len(sibling.running) >= equal_part:
                 # To the least loaded one. Where its entry was out of date it goes back with its
                 # load of now, and the next best is looked at.
                 load, name = heapq.heappop(by_load)
                 worker = fitting[name]
                 if len(worker.running) != load:
-                    if worker.has_room:
+                    if worker.is_free:
                         heapq.heappush(by_load, (len(worker.running), name))
                     continue
                 if load + 1 < worker.capacity:
@@ -203,33 +204,35 @@ class WorkQueue:
     def finish(self, name: str, request: Request) -> bool:
         """An answer; whether it counts. It does from the worker that has the request: not when that
         was cancelled meanwhile, or given to another because this one was thought to be gone."""
-        if self._place.get(request) != name:
+        if not self.runs(name, request):
             return False
         del self._place[request]
         self.workers[name].running.remove(request)
         return True
 
-    def fail(self, name: str, request: Request) -> bool:
-        """A worker could not answer: the request waits again. Returns what ``finish`` does."""
-        counts = self.finish(name, request)
-        if counts:
+    def fail(self, name: str, request: Request) -> None:
+        """A worker could not answer: the request waits again, if it still counts."""
+        if self.finish(name, request):
             self.add([request])
-        return counts
 
-    def cancel(self, unneeded: Callable[[Request], bool]) -> list[Assignment]:
-        """Forgets requests; returns those that run, which the caller is to abort."""
+    def cancel(self, groups: Collection[int]) -> list[Assignment]:
+        """Forgets the requests of some groups; returns those that run, which the caller is to
+        abort."""
         for version, heap in self._waiting.items():
-            kept = [request for request in heap if not unneeded(request)]
-            heapq.heapify(kept)
+            kept = [request for request in heap if request.group not in groups]
+            heapq.heapify(kept)  # what is left of a heap is none
             self._waiting[version] = kept
-        running = []
-        for request, name in self._place.items():
-            if unneeded(request):
-                running.append(Assignment(name, request))
+        running = [
+            Assignment(name, request)
+            for request, name in self._place.items()
+            if request.group in groups
+        ]
         for name, request in running:
             self.finish(name, request)
+        self.forget(groups)
         return running
 
-    def forget_group(self, group: int) -> None:
-        """No request of it comes again."""
-        self._worker_of_group.pop(group, None)
+    def forget(self, groups: Iterable[int]) -> None:
+        """No request of these groups comes again."""
+        for group in groups:
+            self._worker_of_group.pop(group, None)

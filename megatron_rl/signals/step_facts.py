@@ -42,4 +42,4 @@ class IsDemonstration(Signal):
     columns = ("is_demonstration",)
 
     def after_rollout(self, view: StepView) -> Columns:
-        return {"is_demonstration": torch.from_numpy(view.experience.responses.given)}
+        return {"is_demonstration": torch.from_numpy(view.experience.responses.is_demonstration)}

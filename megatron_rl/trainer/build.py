@@ -16,25 +16,23 @@ from megatron_rl.data.reading import Data, training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
+from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.weights.recorder import UndiscoveredError
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluator import build_evaluator
+from megatron_rl.hooks import ROLLOUT_HOOKS
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
 from megatron_rl.rollouts.build import (
     SourceParts,
     build_colocated,
-    build_logprob_check,
     build_served,
 )
 from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
-from megatron_rl.rollouts.logprob_check import CheckedSync
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.exchange import on_main
@@ -48,7 +46,6 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import rank_log
 from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World
-from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.signals import Signals, SignalSetup, signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
@@ -93,6 +90,9 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         policy = build_policy(config, signals, vision, read_weights=fresh)
     decode = text_of(tokenizer)
     parts = SourceParts(
+        config=config,
+        world=world,
+        display=display,
         policy=policy,
         weights=policy,
         method=method,
@@ -107,9 +107,9 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         save=lambda step: folder.save_unless_there(step, policy, source),
     )
     if config.source.is_servers:
-        source = build_served(config, world, display, parts)
+        source = build_served(parts)
     else:
-        source = build_with_engines(config, world, display, parts)
+        source = build_with_engines(parts)
     return Trainer(
         config=config.trainer,
         source=source,
@@ -122,23 +122,12 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     )
 
 
-def build_with_engines(
-    config: Config, world: World, display: Display, parts: SourceParts
-) -> Rollouts:
+def build_with_engines(parts: SourceParts) -> Rollouts:
     """Collective. Engines in the processes of the policy."""
-    data = parts.data
-    policy = parts.policy
-    multimodal = multimodal_config([*data.train_prompts, *data.held_out_prompts], parts.vision)
-    with display.phase("building the rollout engine", name="engine"):
-        engine, weight_sync = build_engine(config, world, policy, multimodal)
-    # Policy and sleeping engine are on one device, which the policy has.
-    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
-    memory = Colocation(policy, engine, config.memory.offload, ledger)
-    weight_sync = ColocatedSync(weight_sync, memory)
-    check = build_logprob_check(config, world, parts, engine)
-    if check is not None:
-        weight_sync = CheckedSync(weight_sync, check)
-    return build_colocated(config, world, display, parts, (engine, weight_sync, memory))
+    multimodal = parts.multimodal()
+    with parts.display.phase("building the rollout engine", name="engine"):
+        engine, weight_sync = build_engine(parts.config, parts.world, parts.policy, multimodal)
+    return build_colocated(parts, engine, weight_sync)
 
 
 def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
@@ -174,7 +163,8 @@ def build_demonstrations(
 def build_post_rollout(
     config: Config, world: World, folder: RunFolder, decode: Decode
 ) -> PostRollout:
-    hooks = {name: hook for name, hook in config.rollout_hooks.items() if not hook.resamples}
+    chosen = config.rollout_hooks.items()
+    hooks = {name: knobs for name, knobs in chosen if not ROLLOUT_HOOKS[name].resamples}
     return PostRollout(
         shown=partial(on_main, decode=decode, world=world),
         # None where there is none: rank 0 then gets no tokens but those it trains on and logs.
@@ -222,11 +212,7 @@ def policy_settings(
 
 
 def build_learner(
-    config: Config,
-    world: World,
-    policy: MegatronPolicy,
-    method: Method,
-    signals: Signals,
+    config: Config, world: World, policy: MegatronPolicy, method: Method, signals: Signals
 ) -> Learner:
     """The learner and what watches over it."""
     fp8 = config.precision.fp8

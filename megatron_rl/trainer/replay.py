@@ -45,7 +45,12 @@ from megatron_rl.trainer.build import build_learner, build_method, build_policy
 from megatron_rl.types import Prompt, first_uid
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.
-_OF_OTHERS = (*NON_TRAINING, "reward", "source.requests_per_server", "source.give_up_factor")
+_OF_OTHERS = (
+    *NON_TRAINING,
+    "reward",
+    "source.requests_per_server",
+    "source.request_timeout_factor",
+)
 
 
 @dataclass(frozen=True)

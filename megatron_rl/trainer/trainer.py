@@ -124,7 +124,7 @@ def _step_metrics(
 ) -> dict[str, float]:
     num_tokens = int(experience.sequences.response_lengths.sum())
     num_left = sum(
-        (experience.unused_tokens, experience.dropped_tokens, experience.excluded_tokens)
+        (experience.discarded_tokens, experience.dropped_tokens, experience.excluded_tokens)
     )
     return {
         **rollout_metrics(experience),
@@ -132,7 +132,7 @@ def _step_metrics(
         **sync_metrics(synced),
         **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         "throughput/response_tokens_per_s": num_tokens / clock.seconds["step"],
-        "throughput/unused_tokens_share": num_left / (num_left + num_tokens),
+        "throughput/discarded_tokens_share": num_left / (num_left + num_tokens),
         "memory/rss_gib": resident_gib(),
         **synced.measured,
     }

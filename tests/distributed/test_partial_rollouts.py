@@ -20,7 +20,7 @@ from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.sampling import sampling_seed
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.scheduling.token_level import PartialRules
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import Prompt, Sampling, Score
 from tests.engines import Growing, Stepwise
 from tests.ranks import call
@@ -28,7 +28,7 @@ from tests.rollout_sources import rollouts_of, training_job
 
 # Fewer prompts than are open at a time: some are open twice.
 PROMPTS = [Prompt(f"p{number}", (5, number), str(number % 3), "toy") for number in range(7)]
-RULES = PartialRules(groups_per_step=4, responses_per_group=3, groups_in_flight=8, max_age=2)
+RULES = StepRules(groups_per_step=4, responses_per_group=3, groups_in_flight=8, max_age=2)
 SAMPLING = Sampling(3, max_response_tokens=40)
 SEED = 4
 STEPS = 9
@@ -63,7 +63,7 @@ def rest(engine: Stepwise, group: PlainGroup, number: int, step: int) -> tuple[l
     return [(*each, step - 1) for each in growing.new], why
 
 
-def plain(rules: PartialRules, num_steps: int) -> list[Step]:
+def plain(rules: StepRules, num_steps: int) -> list[Step]:
     """One response after the other, each to its end in every step; what is behind the level is
     dropped."""
     loader = PromptLoader(PROMPTS, seed=1, shuffle=True)
@@ -129,7 +129,7 @@ def parts(num_replicas: int, mood: int) -> tuple[LaunchSampler, Stepwise, Prompt
     return sampler, engine, PromptLoader(PROMPTS, seed=1, shuffle=True)
 
 
-def source(sampler: LaunchSampler, loader: PromptLoader, rules: PartialRules) -> Rollouts:
+def source(sampler: LaunchSampler, loader: PromptLoader, rules: StepRules) -> Rollouts:
     return rollouts_of(sampler, training_job(loader, SAMPLING, seed=SEED, rules=rules))
 
 
@@ -156,7 +156,7 @@ def collected(rollouts: Any, engine: Stepwise, step: int) -> dict[int, dict[str,
     return found
 
 
-def steps(num_replicas: int, mood: int, resumed_at: int, rules: PartialRules = RULES) -> list[Any]:
+def steps(num_replicas: int, mood: int, resumed_at: int, rules: StepRules = RULES) -> list[Any]:
     """Of each step; ``resumed_at``: behind it another source goes on from the saved state."""
     sampler, engine, loader = parts(num_replicas, mood)
     rollouts = source(sampler, loader, rules)
@@ -237,7 +237,7 @@ def measured() -> list[dict[str, float]]:
     for step in range(1, STEPS + 1):
         engine.weight_version = step - 1
         experience = rollouts.collect(step)
-        unused = {"unused": experience.unused_tokens}
+        unused = {"unused": experience.discarded_tokens}
         found.append({**experience.source_metrics, **unused})
     return found
 

@@ -109,7 +109,7 @@ def facts(experience: Experience) -> dict[str, Any]:
             responses.weight_versions.tolist(),
             responses.scores,
             experience.discarded_groups,
-            experience.tries,
+            experience.sampling_rounds,
         ],
         "tokens": {
             row: (ids.tolist(), bytes(values))

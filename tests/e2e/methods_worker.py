@@ -17,7 +17,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchEngines
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines
 from megatron_rl.rollouts.demonstrations import Demonstrations, encoder
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import Rollouts, step_rules
@@ -48,14 +48,14 @@ def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
         source.job,
         rules=step_rules(method, batch.prompts_per_step, batch.responses_per_prompt),
         wants_group=method.wants_group,
-        verdicts=VerdictRules(method.needs.min_group, config.reward.max_excluded_share),
+        verdicts=VerdictRules(method.config.min_group, config.reward.max_excluded_share),
         stream=PromptStream(source.job.stream._loader),
         demonstrations=demonstrations_of(config) if has_demonstrations else None,
     )
     engines = source.engines
     assert isinstance(engines, ColocatedEngines)
-    engines.launch = LaunchEngines(engines.launch.backend, trainer.world, job)
-    source = replace(source, job=job)
+    engines = ColocatedEngines(engines.backend, trainer.world, job, engines.colocation)
+    source = replace(source, engines=engines, job=job)
     signals = signals_of(method, config.seed)
     learner = replace(trainer.learner, method=method, signals=signals)
     return replace(trainer, source=source, learner=learner)

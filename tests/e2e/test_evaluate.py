@@ -29,7 +29,7 @@ def answers(folder: Path) -> pa.Table:
     return pq.read_table(folder / "responses")
 
 
-@pytest.mark.full  # in the core tier: tests/unit/trainer/test_evaluation.py, with a bandit
+@pytest.mark.full  # in the core tier: tests/unit/evaluation/test_evaluation.py, with a bandit
 @pytest.mark.timeout(900)
 def test_checkpoints_are_evaluated_as_their_run_did_and_nothing_is_asked_twice(tmp_path):
     write_model(tmp_path / "model")

@@ -15,17 +15,15 @@ import pytest
 import torch
 from policy_worker import BATCH, MICROBATCHES, build, loss, write_model
 
-from megatron_rl.config.load import compose, validate
-from megatron_rl.config.schema import Config
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines
-from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.backends.colocation import Colocation
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.types import Prompt, Sampling
 from megatron_rl.weight_sync.gather import GatherSync
+from tests import zoo
 
 QUANTIZATION, LEVEL = sys.argv[2], int(sys.argv[3])
 EVERYTHING = ("optimizer", "gradients", "weights")
@@ -38,31 +36,23 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
         f"rollout.quantization={QUANTIZATION}",
         "rollout.gpu_memory_utilization=0.2",
     ]
-    overrides += [
-        "rollout.max_prompt_tokens=64",
-        "rollout.max_response_tokens=64",
-        f"model.path={path}",
-        "data.train=-",
-        "data.eval=-",
-    ]
+    overrides += ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64"]
     overrides += os.environ.get(
         "MEGATRON_RL_TEST_ENGINE", ""
     ).split()  # to look for what makes a test fail
-    config = validate(Config, compose("config", overrides), "test")
+    config = zoo.configured(path, *overrides)
     engine = VllmEngine(str(path), config.rollout, seed=1, launch_id=launch_id)
     assert torch.cuda.current_stream() == torch.cuda.default_stream(), (
         "the policy's gradients belong to this one"
     )
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
-    memory = Colocation(policy, engine, EVERYTHING, ledger)
-    sync = ColocatedSync(GatherSync(policy, engine, verify=True), memory)
-    no_rollouts = None  # the engine is asked directly
-    source = ColocatedEngines(no_rollouts, policy, engine, sync, memory)
+    sync = GatherSync(policy, engine, verify=True)
+    source = Colocation(policy, engine, sync, EVERYTHING, ledger)
     before = policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs
     source.publish(1)
     with source.generation():
         first = engine.generate(PROMPTS, Sampling(2, 16, seed=7))
-    memory.to_policy()
+    source.to_policy()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert engine.memory_bytes() == 0
     assert engine.weight_version == (1 if LEVEL == 1 else -1)
@@ -72,7 +62,7 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
         assert (
             engine.generate(PROMPTS, Sampling(2, 16, seed=7)) == first
         )  # the same weights, by whatever way they came back
-    memory.to_policy()
+    source.to_policy()
     values = ledger.end_step()
     assert (
         values["memory/sleep_engine_gib"]

@@ -21,7 +21,7 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.exchange import gathered_on_main
 from megatron_rl.runtime import launch
-from megatron_rl.scheduling.token_level import PartialRules
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import Completion
 from tests.numerics import rollout_models as small
 from tests.numerics.held_up import sampler_of
@@ -70,7 +70,7 @@ def main() -> None:
         PromptLoader(small.make_prompts(24), seed=1, shuffle=True),
         small.sampling(num_responses=2, max_response_tokens=64, stop_token_ids=(3, 4)),
         seed=5,
-        rules=PartialRules(6, responses_per_group=2, groups_in_flight=12, max_age=2),
+        rules=StepRules(6, responses_per_group=2, groups_in_flight=12, max_age=2),
     )
     rollouts = rollouts_of(sampler, job)
     found = []

@@ -30,8 +30,7 @@ from gpu_model import (
     write_model,
 )
 
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines
-from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.backends.colocation import Colocation
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.memory import Ledger, memory_in_use
@@ -67,11 +66,7 @@ def main() -> None:
     policy = build_policy(config, 1024)
     engine, weight_sync = build_engine(config, world, policy)
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
-    memory = Colocation(policy, engine, config.memory.offload, ledger)
-    no_rollouts = None  # the engine is asked directly
-    source = ColocatedEngines(
-        no_rollouts, policy, engine, ColocatedSync(weight_sync, memory), memory
-    )
+    source = Colocation(policy, engine, weight_sync, config.memory.offload, ledger)
     prompts = [
         Prompt(f"p{i}", tuple(range(3, 19)), "", "random") for i in range(8 * engine.num_replicas)
     ]
@@ -81,7 +76,7 @@ def main() -> None:
         report = source.publish(step)
         with source.generation():
             engine.generate(mine, Sampling(1, 16, seed=step, stop_token_ids=(EOS,)))
-        memory.to_policy()
+        source.to_policy()
         taken.append(report.seconds)
         memory_use = {k: v for k, v in report.measured.items() if k.startswith("memory/")}
         for key, value in memory_use.items():

@@ -1,4 +1,4 @@
-"""How long engines generate and wait: the scheduler of a run at simulated engines."""
+"""How long engines generate and wait: the dispatcher of a run at simulated engines."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.config.schema import PartialConfig, SourceConfig
-from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.token_level import PartialRules
-from megatron_rl.scheduling.whole_groups import Rules
-from megatron_rl.scheduling.work import Request
+from megatron_rl.scheduling.end_of_step import StepRules
 from tools.planning.simulated_fleet import DecodeStep, Fleet
-from tools.planning.simulated_rollouts import (
-    Driver,
-    Mark,
-    PartialDriver,
-    Push,
-    Steady,
-    beside_training,
-)
+from tools.planning.simulated_rollouts import Push, SimulatedRun, Steady, in_the_mean
 
 _P99 = 2.3263478740408408  # standard deviations above the median of a normal distribution
 _STEPS = 3  # of which the mean is taken where steps differ
@@ -37,20 +27,6 @@ class Engines:
     @property
     def fleet(self) -> Fleet:
         return Fleet(self.number, self.step)
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Implements ``simulated_rollouts.Content``: every step has the same ``[prompts, responses]``
-    tokens, and all of them are wanted."""
-
-    tokens: np.ndarray
-
-    def length(self, request: Request) -> int:
-        return int(self.tokens[request.group % len(self.tokens), request.response])
-
-    def wants(self, group: int) -> bool:
-        return True
 
 
 def least_decode_step(
@@ -73,25 +49,14 @@ def response_lengths(count: int, median: float, p99: float, limit: int) -> np.nd
 def one_step(tokens: np.ndarray, engines: Engines) -> Steady:
     """Of a step that begins with idle engines, until its last response: from one queue, response by
     response."""
-    fleet = engines.fleet
-    begin = Mark.of(fleet)
-    scheduler = Scheduler(Rules(*tokens.shape))
-    Driver(fleet, scheduler, Lengths(tokens), engines.slots).take()
-    return begin.until_now(fleet, 1)
+    return _steps(tokens, engines, StepRules(*tokens.shape), first_steps=0, num_steps=1)
 
 
 def partial_step(tokens: np.ndarray, engines: Engines, partial: PartialConfig) -> Steady:
     """Of a step whose other responses continue in the next one."""
-    assert partial.groups_in_flight is not None
-    rules = PartialRules(*tokens.shape, partial.groups_in_flight, partial.max_age)
-    fleet = engines.fleet
-    driver = PartialDriver(fleet, rules, Lengths(tokens), engines.slots)
-    for _ in range(2 + partial.max_age):
-        driver.step()
-    begin = Mark.of(fleet)
-    for _ in range(_STEPS):
-        driver.step()
-    return begin.until_now(fleet, _STEPS)
+    in_flight, max_age = partial.groups_in_flight, partial.max_age
+    rules = StepRules(*tokens.shape, groups_in_flight=in_flight, max_age=max_age)
+    return _steps(tokens, engines, rules, first_steps=2 + max_age)
 
 
 def step_beside_training(
@@ -99,6 +64,18 @@ def step_beside_training(
 ) -> Steady:
     """Of a step of a run whose engines sample while it trains for ``update_s`` and while they get
     new weights: ``seconds`` of all of it together."""
-    rules = Rules(*tokens.shape, staleness=source.staleness, lockstep=source.schedule == "lockstep")
-    driver = Driver(engines.fleet, Scheduler(rules), Lengths(tokens), engines.slots)
-    return beside_training(driver, update_s, push, _STEPS, first_steps=2 + source.staleness)
+    lockstep = source.schedule == "lockstep"
+    rules = StepRules(*tokens.shape, staleness=source.staleness, lockstep=lockstep)
+    run = SimulatedRun(engines.fleet, rules, tokens, engines.slots)
+    return in_the_mean(run, 2 + source.staleness, _STEPS, update_s, push)
+
+
+def _steps(
+    tokens: np.ndarray,
+    engines: Engines,
+    rules: StepRules,
+    first_steps: int,
+    num_steps: int = _STEPS,
+) -> Steady:
+    run = SimulatedRun(engines.fleet, rules, tokens, engines.slots)
+    return in_the_mean(run, first_steps, num_steps)

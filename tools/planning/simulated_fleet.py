@@ -1,4 +1,4 @@
-"""Replicas of a rollout engine as a formula, for planners and benchmarks.
+"""Replicas of a rollout engine as a formula.
 
 Between two events a replica's sequences stay the same, so n decoding steps take the sum of an
 arithmetic series.
@@ -38,7 +38,6 @@ class Replica:
     now_s: float = 0.0
     busy_s: float = 0.0  # with at least one sequence
     steps: float = 0.0
-    tokens: float = 0.0
     context: float = 0.0  # tokens in the cache
     ends: dict[Request, float] = field(default_factory=dict)  # step at which a response ends
     begins: dict[Request, float] = field(default_factory=dict)
@@ -63,18 +62,15 @@ class Replica:
         return 2 * seconds / (linear + root)
 
     def advance(self, now_s: float) -> None:
-        """To this moment, which is not behind the next end."""
+        """To this moment, which is not after the next end."""
         if now_s <= self.now_s:
             return  # it is still computing what was resumed
         if self.ends:
-            self._step(self.steps_in(now_s - self.now_s))
+            steps = self.steps_in(now_s - self.now_s)
+            self.steps += steps
+            self.context += steps * len(self.ends)
             self.busy_s += now_s - self.now_s
         self.now_s = now_s
-
-    def _step(self, steps: float) -> None:
-        self.steps += steps
-        self.tokens += steps * len(self.ends)
-        self.context += steps * len(self.ends)
 
     def begin(self, request: Request, num_tokens: int, num_there: int = 0) -> None:
         """``num_tokens``: to come; ``num_there``: sampled before, in an earlier step of the run."""
@@ -128,15 +124,10 @@ class Fleet:
         if ending is not None:
             heapq.heappush(self._due, (ending[0], number, self._changes[number]))
 
-    def begin(self, number: int, work: dict[Request, int]) -> None:
-        """``work``: tokens of each response that is begun now."""
-        self.resume(number, {request: (0, num_tokens) for request, num_tokens in work.items()})
-
-    def resume(self, number: int, work: dict[Request, tuple[int, int]]) -> None:
-        """``work``: of each response the tokens that are there, and those that it still gets."""
+    def begin(self, number: int, request: Request, num_tokens: int, num_there: int = 0) -> None:
+        """See ``Replica.begin``."""
         self.replicas[number].advance(self.now_s)
-        for request, (num_there, num_tokens) in work.items():
-            self.replicas[number].begin(request, num_tokens, num_there)
+        self.replicas[number].begin(request, num_tokens, num_there)
         self._expect(number)
 
     def limit(self, num_tokens: float) -> None:
@@ -147,10 +138,9 @@ class Fleet:
                 replica.limit(num_tokens)
                 self._expect(number)
 
-    def abort(self, number: int, requests: list[Request]) -> None:
+    def abort(self, number: int, request: Request) -> None:
         self.replicas[number].advance(self.now_s)
-        for request in requests:
-            self.replicas[number].end(request)
+        self.replicas[number].end(request)
         self._expect(number)
 
     def next_moment(self) -> float:
@@ -190,10 +180,3 @@ class Fleet:
         for replica in self.replicas:
             replica.advance(self.now_s)
         return sum(replica.busy_s for replica in self.replicas)
-
-    def idle_share(self) -> float:
-        """Of the time so far, that in which a replica had no sequence; mean of the replicas."""
-        return 1 - self.busy_s() / (len(self.replicas) * self.now_s)
-
-    def num_tokens(self) -> float:
-        return sum(replica.tokens for replica in self.replicas)

@@ -1,25 +1,31 @@
-"""The schedulers of a run, at simulated replicas."""
+"""A run at simulated replicas: its own dispatcher, with a formula for a backend."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import numpy as np
+
+from megatron_rl.rollouts.dispatcher import (
+    Dispatcher,
+    Ended,
+    Event,
+    GenerationRequest,
+    Scored,
+    Unfinished,
+)
+from megatron_rl.rollouts.jobs import GenerationJob
+from megatron_rl.rollouts.prompts import FixedPrompts
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
+from megatron_rl.rollouts.sampling import SamplingPlan
+from megatron_rl.rollouts.store import Place, ResponseStore
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.work import Request
+from megatron_rl.types import Prompt, Sampling, Score, VersionSpan
 from tools.planning.simulated_fleet import Fleet
-
-
-class Content(Protocol):
-    """What would be sampled."""
-
-    def length(self, request: Request) -> int:
-        """Tokens of a response."""
-
-    def wants(self, group: int) -> bool:
-        """Whether the method wants a group."""
 
 
 @dataclass(frozen=True)
@@ -36,175 +42,160 @@ class Push:
     """Seconds of a publication: ``sync_s`` until all replicas have the new weights; ``switch_s``
     until one of them uses what it has staged."""
 
-    sync_s: float
+    sync_s: float = 0.0
     switch_s: float = 0.0
 
 
-class Driver:
-    """A scheduler and its replicas."""
+class SimulatedPrompts(FixedPrompts):
+    """A stream without an end, of which nothing but the numbers matters."""
 
-    def __init__(self, fleet: Fleet, scheduler: Scheduler, content: Content, capacity: int) -> None:
+    def prompt(self, number: int, visit: int = 1) -> Prompt:
+        return Prompt(str(number), (), "", "")
+
+    def forget_visits(self, groups: Iterable[int]) -> None: ...
+
+
+class TokenCounts(ResponseStore):
+    """Lengths in place of tokens: what responses had at the start of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there: dict[Place, int] = {}
+
+    def length(self, place: Place) -> int:
+        return self.there.get(place, 0)
+
+
+class SimulatedRun:
+    """Implements ``GenerationBackend``. Every step has the same ``[prompts, responses]`` tokens,
+    and all of them are wanted."""
+
+    def __init__(self, fleet: Fleet, rules: StepRules, tokens: np.ndarray, capacity: int) -> None:
         """``capacity``: sequences that a replica takes at a time."""
         self.fleet = fleet
-        self.scheduler = scheduler
-        self.content = content
-        self.names = [_name(number) for number in range(len(fleet.replicas))]
-        self.switch_s = 0.0
-        for name in self.names:
-            scheduler.join(name, capacity, scheduler.version)
+        self.scheduler = Scheduler(rules)
+        self._tokens = tokens
+        self._counts = TokenCounts()
+        plan = SamplingPlan(Sampling(rules.responses_per_group, int(tokens.max())))
+        prompts, verdicts = SimulatedPrompts([]), VerdictRules(1, 0.0)
+        job = GenerationJob(rules, prompts, plan, all, verdicts, store=self._counts)
+        no_rewards: Any = None
+        self._dispatcher = Dispatcher(job, self.scheduler, self, no_rewards)
+        self._switch_s = 0.0
+        self._level: int | None = None
+        self._is_due = False  # whether ``events`` goes to the next end
+        for number in range(len(fleet.replicas)):
+            self.scheduler.queue.join(_name(number), capacity, 0)
 
-    def switch(self) -> None:
-        """Replicas that need their old weights no more go over to the newest."""
-        newest = self.scheduler.version
-        for number, name in enumerate(self.names):
-            is_older = self.scheduler.queue.workers[name].version < newest
-            if is_older and self.scheduler.may_switch(name):
-                self.scheduler.switch(name, newest)
-                self.fleet.pause(number, self.switch_s)
+    # See GenerationBackend
 
-    def hand_out(self) -> None:
-        self.switch()
-        aborts: dict[int, list[Request]] = {}
-        for worker, request in self.scheduler.to_abort():
-            aborts.setdefault(int(worker), []).append(request)
-        for number, requests in aborts.items():
-            self.fleet.abort(number, requests)
-        work: dict[int, dict[Request, int]] = {}
-        for worker, request in self.scheduler.assign():
-            work.setdefault(int(worker), {})[request] = self.content.length(request)
-        for number, lengths in work.items():
-            self.fleet.begin(number, lengths)
+    def submit(self, worker: str, wanted: GenerationRequest) -> None:
+        there = self._counts.length(wanted.request.place)
+        left = self._left(wanted.request)
+        num_tokens = left if self._level is None else min(left, self._level)
+        self.fleet.begin(int(worker), wanted.request, num_tokens, there)
 
-    def next_end(self) -> None:
+    def abort(self, worker: str, request: Request) -> None:
+        self.fleet.abort(int(worker), request)
+
+    def pause(self, level: int) -> None:
+        self._level = level
+        self.fleet.limit(level)
+
+    def events(self) -> list[Event]:
+        if not self._is_due:
+            return []
+        self._is_due = False
         number, request = self.fleet.next_end()
-        assert self.scheduler.finished(_name(number), request)
-        if self.scheduler.end.is_whole(request.group):
-            wanted = self.content.wants(request.group)
-            self.scheduler.judged(request.version, request.group, wanted=wanted)
-        self.hand_out()
+        worker = _name(number)
+        if self._level is not None and self._left(request) > self._level:
+            return [Unfinished(worker, request, is_paused=True)]
+        length = self._length(request.place)
+        spans = (VersionSpan(request.version, length),)
+        return [
+            Ended(worker, request, length, False, spans),
+            Scored(request, Score(1.0, True)),
+        ]
 
-    def take(self) -> list[int]:
-        """Goes on until the next step has its groups, and takes them."""
-        self.hand_out()
-        while not self.scheduler.is_ready:
-            self.next_end()
-        groups = self.scheduler.take().groups
-        self.hand_out()
-        return groups
+    def holder(self, worker: str | None, group: int) -> int:
+        return 0
 
-    def go_on(self, seconds: float) -> None:
+    def _length(self, place: Place) -> int:
+        group, response = place
+        return int(self._tokens[group % len(self._tokens), response])
+
+    def _left(self, request: Request) -> int:
+        return self._length(request.place) - self._counts.length(request.place)
+
+    # The trainer
+
+    def take(self) -> None:
+        """Continues until the next step has its groups, and takes them."""
+        self._hand_out()
+        while not self._dispatcher.is_ready:
+            self._next_end()
+        groups = self._dispatcher.take().groups
+        self._level = None
+        for group, limit in groups.limits.items():
+            for response in range(self.scheduler.rules.responses_per_group):
+                place = group, response
+                there = self._counts.there.pop(place, 0)
+                if group not in groups.groups:
+                    self._counts.there[place] = min(self._length(place), there + limit)
+        self._hand_out()
+
+    def work(self, seconds: float) -> None:
         """What the replicas do meanwhile."""
         until_s = self.fleet.now_s + seconds
         while self.fleet.next_moment() <= until_s:
-            self.next_end()
+            self._next_end()
         self.fleet.wait_until(until_s)
 
     def publish(self, version: int, push: Push) -> None:
         """All replicas get new weights: in the place of the old ones where no step is behind, and
-        all is done then; else beside them, while they sample. In lockstep that waits until nothing
-        is wanted of weights that are older than those of now (``Conditions.drained``)."""
+        all is done then; else next to them, while they sample. In lockstep that waits until nothing
+        is wanted of weights that are older than those of now (``FleetReadiness.drained``)."""
         if self.scheduler.rules.staleness:
             while self.scheduler.rules.lockstep and not self.scheduler.is_past(version - 1):
-                self.next_end()
-            self.switch_s = push.switch_s
-        self.go_on(push.sync_s)
+                self._next_end()
+            self._switch_s = push.switch_s
+        self.work(push.sync_s)
         self.scheduler.published(version)
-        self.hand_out()
+        self._hand_out()
+
+    def _next_end(self) -> None:
+        self._is_due = True
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """All get work; replicas that need their old weights no more go over to the newest."""
+        self._dispatcher.turn()
+        newest = self.scheduler.version
+        has_switched = False
+        for name, worker in self.scheduler.queue.workers.items():
+            if worker.version < newest and self.scheduler.may_switch(name):
+                self.scheduler.switch(name, newest)
+                self.fleet.pause(int(name), self._switch_s)
+                has_switched = True
+        if has_switched:  # after all of them: else the first would get what the others could take
+            self._dispatcher.turn()
 
 
-def beside_training(
-    driver: Driver, update_s: float, push: Push, num_steps: int, first_steps: int
+def in_the_mean(
+    run: SimulatedRun, first_steps: int, num_steps: int, update_s: float = 0.0, push: Push = Push()
 ) -> Steady:
-    """Of a run whose replicas sample while it trains; of ``num_steps`` behind the
-    ``first_steps``."""
-    begin = Mark.of(driver.fleet)
+    """Of ``num_steps`` steps after the ``first_steps``, each with an update and a publication."""
+    fleet = run.fleet
+    begin_s = busy_s = 0.0
     for step in range(first_steps + num_steps):
-        driver.take()
-        driver.go_on(update_s)
-        driver.publish(step + 1, push)
-        if step + 1 == first_steps:
-            begin = Mark.of(driver.fleet)
-    return begin.until_now(driver.fleet, num_steps)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A moment of a fleet."""
-
-    now_s: float
-    busy_s: float
-
-    @classmethod
-    def of(cls, fleet: Fleet) -> Mark:
-        return cls(fleet.now_s, fleet.busy_s())
-
-    def until_now(self, fleet: Fleet, num_steps: int) -> Steady:
-        """Of the ``num_steps`` since then."""
-        seconds = fleet.now_s - self.now_s
-        busy = (fleet.busy_s() - self.busy_s) / len(fleet.replicas)
-        return Steady(seconds / num_steps, 1 - busy / seconds)
-
-
-class PartialDriver:
-    """The same for partial rollouts. ``there``: tokens of a response of earlier steps; ``limit``:
-    most tokens that one gets in this step."""
-
-    def __init__(self, fleet: Fleet, rules: PartialRules, content: Content, capacity: int) -> None:
-        self.fleet = fleet
-        self.scheduler = Scheduler(rules)
-        self.content = content
-        self.there: dict[tuple[int, int], int] = {}
-        self.limit = math.inf
-        self.sampled: list[Request] = []  # in this step
-        for number in range(len(fleet.replicas)):
-            self.scheduler.join(_name(number), capacity, 0)
-
-    def left(self, request: Request) -> int:
-        """Tokens that a response still takes."""
-        there = self.there.get((request.group, request.response), 0)
-        return self.content.length(request) - there
-
-    def hand_out(self) -> None:
-        work: dict[int, dict[Request, tuple[int, int]]] = {}
-        for worker, request in self.scheduler.assign():
-            there = self.there.get((request.group, request.response), 0)
-            num_tokens = int(min(self.left(request), self.limit))
-            work.setdefault(int(worker), {})[request] = (there, num_tokens)
-            self.sampled.append(request)
-        for number, responses in work.items():
-            self.fleet.resume(number, responses)
-
-    def next_end(self) -> None:
-        number, request = self.fleet.next_end()
-        if self.left(request) <= self.limit:
-            self.scheduler.finished(_name(number), request, self.left(request))
-        else:
-            self.scheduler.paused(_name(number), request)
-        limit = self.scheduler.end.level
-        if limit is not None and limit < self.limit:
-            self.limit = limit
-            self.fleet.limit(limit)
-        self.hand_out()
-
-    def step(self) -> tuple[int, int]:
-        """Drives one step; responses that were begun before it, and the age of the oldest group."""
-        self.limit = math.inf
-        self.hand_out()
-        while not self.scheduler.is_ready:
-            self.next_end()
-        taken = self.scheduler.take()
-        self.scheduler.published(taken.step + 1)
-        for number in range(len(self.fleet.replicas)):
-            self.scheduler.switch(_name(number), taken.step + 1)
-        trained = set(taken.groups)
-        for request in self.sampled:
-            name = (request.group, request.response)
-            there = self.there.pop(name, 0)
-            if request.group not in trained:
-                self.there[name] = min(self.content.length(request), there + taken.level)
-        self.sampled.clear()
-        num_old = sum(first < taken.step for first in taken.first_steps)
-        return num_old, taken.step - min(taken.first_steps)
+        if step == first_steps:
+            begin_s, busy_s = fleet.now_s, fleet.busy_s()
+        run.take()
+        run.work(update_s)
+        run.publish(step + 1, push)
+    seconds = fleet.now_s - begin_s
+    busy = (fleet.busy_s() - busy_s) / len(fleet.replicas)
+    return Steady(seconds / num_steps, 1 - busy / seconds)
 
 
 def _name(number: int) -> str:

@@ -24,7 +24,7 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments, served_settings
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.requirements import require_vllm
-from megatron_rl.runtime.guard.parent import die_with_parent
+from megatron_rl.runtime.guard.parent import FOR_CHILDREN, die_with_parent
 from megatron_rl.runtime.registry import FOLDER, Lease, Registration, run_secret
 
 _ENDS_WITHIN_S = 10.0
@@ -93,6 +93,7 @@ def start_server(
         "VLLM_API_KEY": secret,
         "VLLM_SERVER_DEV_MODE": "1",  # the commands to pause and to take weights
         "VLLM_NO_USAGE_STATS": "1",
+        FOR_CHILDREN: "1",  # its engines, which would outlive a server that is killed
     }
     if not torch.cuda.is_available():
         # Else every worker needs a NUMA node of its own, and small functions are compiled.
@@ -119,7 +120,10 @@ def end_server(process: subprocess.Popen[bytes]) -> None:
 def free_port(host: str) -> int:
     """A port that is not in use at the moment."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ValueError(f"--host {host}: no address of this machine ({error})") from error
         return int(probe.getsockname()[1])
 
 

@@ -1,12 +1,15 @@
-"""Colocation: moves device memory between policy and engine."""
+"""Colocation: policy and engine on one device, which take turns."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from megatron_rl.protocols import Offloadable, RolloutEngine, WeightSync
+from megatron_rl.rollouts.logprob_check import LogprobCheck
 from megatron_rl.runtime.memory import Ledger
 from megatron_rl.types import SyncReport
 
@@ -22,14 +25,71 @@ class Colocation:
     """
 
     def __init__(
-        self, policy: Offloadable, engine: RolloutEngine, offload: Sequence[str], ledger: Ledger
+        self,
+        policy: Offloadable,
+        engine: RolloutEngine,
+        weight_sync: WeightSync,
+        offload: Sequence[str],
+        ledger: Ledger,
+        check: LogprobCheck | None = None,
     ) -> None:
         self._policy = policy
-        self._engine = engine
+        self.engine = engine
+        self.weight_sync = weight_sync
+        self._check = check
         self._before_sync = [part for part in offload if part != "weights"]
         self._after_sync = [part for part in offload if part == "weights"]
+        self._published: int | None = None  # None: the engine must generate nothing
+        self._reload_s = 0.0  # since the last publication
         self.ledger = ledger
         self.owner: Literal["policy", "engine"] = "policy"
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """See protocols.RolloutSource."""
+        begin_s = time.perf_counter()
+        self.to_policy()
+        self._reload_s += time.perf_counter() - begin_s
+        yield
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """See protocols.RolloutSource. When the policy has the memory (after a checkpoint, say) it
+        is handed over first, without a sync unless the engine lost its weights in its sleep."""
+        assert self._published is not None, (
+            "the engine generates with published weights: call publish first"
+        )
+        if self.owner == "policy":
+            if self.engine.weight_version == self._published:
+                with self.to_engine():
+                    pass
+            else:
+                self._sync(self._published)
+        with self.policy_restored():
+            yield
+        self.ledger.record("generate")
+
+    def publish(self, version: int) -> SyncReport:
+        """See protocols.RolloutSource. The report has the memory of all phases since the last
+        one."""
+        self.ledger.record("update")
+        report = self._sync(version)
+        measured = self.ledger.end_step() | {"time/reload_s": self._reload_s}
+        self._reload_s = 0.0
+        return replace(report, measured=measured)
+
+    def _sync(self, version: int) -> SyncReport:
+        self._published = None  # whatever fails from here on, the engine generates nothing
+        with self.policy_restored():
+            # The policy scores first: its weights may be off the device when the engine is awake.
+            expected = None if self._check is None else self._check.expected(version)
+            with self.to_engine():
+                report = self.weight_sync.sync(version)
+                self.ledger.record("sync")
+            if self._check is not None and expected is not None:
+                report = self._check.check(report, expected)
+        self._published = version
+        return report
 
     @contextmanager
     def to_engine(self) -> Iterator[None]:
@@ -40,11 +100,11 @@ class Colocation:
         with self.policy_restored():
             self._policy.offload(self._before_sync)
             self.ledger.record("offload")
-            self._engine.wake(("weights",))
+            self.engine.wake(("weights",))
             self.ledger.record("wake_weights")
             yield
             self._policy.offload(self._after_sync)
-            self._engine.wake(("kv_cache",))
+            self.engine.wake(("kv_cache",))
             self.ledger.record("wake_kv_cache")
 
     def to_policy(self) -> None:
@@ -52,7 +112,7 @@ class Colocation:
         the policy has the memory."""
         if self.owner == "policy":
             return
-        self._engine.sleep()
+        self.engine.sleep()
         self.ledger.record("sleep")
         self._policy.reload()
         self.ledger.record("reload")
@@ -71,7 +131,7 @@ class Colocation:
 
     def _clean_up(self, error: BaseException) -> None:
         for name, action in (
-            ("engine.sleep", self._engine.sleep),
+            ("engine.sleep", self.engine.sleep),
             ("policy.reload", self._policy.reload),
         ):
             try:
@@ -79,18 +139,3 @@ class Colocation:
             except Exception as failure:  # noqa: BLE001 (noted on the exception that matters)
                 error.add_note(f"Cleanup also failed: {name}(): {failure}")
         self.owner = "policy"
-
-
-class ColocatedSync:
-    """A weight sync at the moment of a hand-over when both sides hold their weights."""
-
-    def __init__(self, sync: WeightSync, colocation: Colocation) -> None:
-        self.inner = sync
-        self._colocation = colocation
-
-    def sync(self, version: int) -> SyncReport:
-        """Collective. The engine has the memory afterwards."""
-        with self._colocation.to_engine():
-            report = self.inner.sync(version)
-            self._colocation.ledger.record("sync")
-        return report

@@ -33,13 +33,14 @@ from megatron_rl.rollouts.dispatcher import (
     Ended,
     Event,
     GenerationRequest,
-    Paused,
     Scored,
     StepSummary,
+    Unfinished,
     WorkerProgress,
 )
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.rollouts.rollouts import SampledStep
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.runtime.display import Display
@@ -108,13 +109,13 @@ class Replica:
 
     def _submit(self, group: int, of_group: Sequence[GenerationRequest]) -> None:
         first = of_group[0]
-        prompt = self._job.prompt(group, first.visit)
-        sampling = self._job.sampling(first.step, prompt, first.request.version)
+        prompt = self._job.stream.prompt(group, first.visit)
+        sampling = self._job.plan(first.step, prompt, first.request.version)
         so_far = {}
         for wanted in of_group:
-            there = self._job.store.so_far(wanted.request)
-            if there is not None:
-                so_far[wanted.request.response] = there.token_ids
+            there = self._job.store.so_far(wanted.request.place)
+            if there:
+                so_far[wanted.request.response] = there
         responses = [wanted.request.response for wanted in of_group]
         numbers = self._engine.submit(prompt, responses, sampling, so_far)
         self._running.update(zip(numbers, of_group, strict=True))
@@ -126,9 +127,9 @@ class Replica:
         for number, new in self._engine.poll() if self._running else ():
             wanted = self._running.pop(number)
             request = wanted.request
-            completion = self._job.store.add(request, new)
+            completion = self._job.store.add(request.place, new)
             if self._num_ended % self._num_ranks == self._number:
-                prompt = self._job.prompt(request.group, wanted.visit)
+                prompt = self._job.stream.prompt(request.group, wanted.visit)
                 self._rewards.give(request, prompt, completion)
             self._num_ended += 1
             self.num_tokens += len(new.token_ids)
@@ -138,7 +139,7 @@ class Replica:
                 events.append(Ended(worker, request, *facts))
         paused = self._pause()
         if self._number == 0:
-            events += [Paused(worker, request) for request in paused]
+            events += [Unfinished(worker, request, is_paused=True) for request in paused]
         events += [Scored(one.request, score) for one, score in self._rewards.take()]
         now = time.monotonic()
         if self._number == 0 and (events or now > self._said_progress + _PROGRESS_EVERY_S):
@@ -162,48 +163,14 @@ class Replica:
             return []
         requests = [self._running.pop(number).request for number in numbers]
         for request, new in zip(requests, self._engine.pause(numbers), strict=True):
-            self._job.store.add(request, new)
+            self._job.store.add(request.place, new)
             self.num_tokens += len(new.token_ids)
         return requests
 
 
-class _Tasks:
-    """The backend of rank 0's dispatcher: collects what each replica is to do, and sends it."""
-
-    def __init__(self, queues: StoreQueue, leaders: Ranks) -> None:
-        self._queues = queues
-        self._leaders = leaders
-        self._tasks: dict[int, ReplicaTask] = defaultdict(ReplicaTask)
-
-    def submit(self, worker: str, wanted: GenerationRequest) -> None:
-        self._tasks[int(worker)].begin.append(wanted)
-
-    def abort(self, worker: str, request: Request) -> None:
-        self._tasks[int(worker)].stop.append(request)
-
-    def pause(self, level: int) -> None:
-        for replica in range(len(self._leaders)):
-            self._tasks[replica].level = level
-
-    def events(self) -> list[Event]:
-        return [event for events in self._queues.receive(_TO_MAIN) for event in events]
-
-    def holder(self, worker: str | None, group: int) -> int:
-        number = group % len(self._leaders) if worker is None else int(worker)
-        return int(self._leaders[number])
-
-    def send(self, *, is_end: bool) -> None:
-        """To every replica that has something to do; ``is_end``: that it is over."""
-        if is_end:
-            self._tasks = {number: ReplicaTask(is_end=True) for number in range(len(self._leaders))}
-        for replica, task in self._tasks.items():
-            self._queues.send(_queue(replica), task)
-        self._tasks = defaultdict(ReplicaTask)
-
-
 class LaunchBackend:
     """Generations of a launch, one after the other; implements ``GenerationBackend`` by tasks that
-    rank 0 sends to replicas."""
+    rank 0 collects for each replica, and sends."""
 
     def __init__(
         self, engine: Generator, rewards: RewardThread, world: World, display: Display
@@ -214,29 +181,53 @@ class LaunchBackend:
         self._display = display
         self._queues = StoreQueue(world)
         self._ranks_per_replica = world.size // engine.num_replicas
+        # The first rank of each replica.
+        self.leaders: Ranks = np.arange(0, world.size, self._ranks_per_replica)
         self._team: Any = None  # of the ranks of a replica, made when it is needed first
-        self._tasks = _Tasks(self._queues, self.leaders)
-
-    @property
-    def leaders(self) -> Ranks:
-        """The first rank of each replica."""
-        return np.arange(0, self._world.size, self._ranks_per_replica)
+        self._tasks: dict[int, ReplicaTask] = defaultdict(ReplicaTask)
 
     @property
     def leader(self) -> int:
         """The first rank of this replica."""
         return int(self.leaders[self._engine.replica])
 
-    @property
-    def weight_version(self) -> int:
-        """Of the weights that the engine samples with."""
-        return self._engine.weight_version
+    # See GenerationBackend
+
+    def submit(self, worker: str, wanted: GenerationRequest) -> None:
+        self._tasks[int(worker)].begin.append(wanted)
+
+    def abort(self, worker: str, request: Request) -> None:
+        self._tasks[int(worker)].stop.append(request)
+
+    def pause(self, level: int) -> None:
+        for replica in range(len(self.leaders)):
+            self._tasks[replica].level = level
+
+    def events(self) -> list[Event]:
+        return [event for events in self._queues.receive(_TO_MAIN) for event in events]
+
+    def holder(self, worker: str | None, group: int) -> int:
+        number = group % len(self.leaders) if worker is None else int(worker)
+        return int(self.leaders[number])
+
+    def _send_tasks(self, *, is_end: bool) -> None:
+        """To every replica that has something to do; ``is_end``: that it is over."""
+        if is_end:
+            self._tasks = {number: ReplicaTask(is_end=True) for number in range(len(self.leaders))}
+        for replica, task in self._tasks.items():
+            self._queues.send(_queue(replica), task)
+        self._tasks = defaultdict(ReplicaTask)
 
     def dispatcher(self, job: GenerationJob, scheduler: Scheduler) -> Dispatcher:
         """For rank 0. Its workers are the replicas."""
         for replica in range(self._engine.num_replicas):
-            scheduler.join(worker_name(replica), self._engine.capacity, scheduler.version)
-        return Dispatcher(job, scheduler, self._tasks, self._rewards)
+            scheduler.queue.join(worker_name(replica), self._engine.capacity, scheduler.version)
+        return Dispatcher(job, scheduler, self, self._rewards)
+
+    def answers(self, job: GenerationJob, what: str, clock: Clock) -> SampledStep:
+        """Collective: a job of one step, with the weights that the engines have."""
+        dispatcher = self.dispatcher(job, Scheduler(job.rules)) if self._world.is_main else None
+        return SampledStep.of(self.run(job, dispatcher, what, clock), job, self._world.rank)
 
     def run(
         self, job: GenerationJob, dispatcher: Dispatcher | None, what: str, clock: Clock
@@ -252,9 +243,14 @@ class LaunchBackend:
         with self._display.phase(f"{what}: generating", announced=False):
             self._generate(replica, dispatcher, what, clock)
         self._rewards.forget()
+
+        def taken() -> StepSummary:
+            assert dispatcher is not None, "rank 0 has it"
+            return dispatcher.take(sum(sampled))
+
         with clock("rollout"):
             sampled = world.all_gather(replica.num_tokens if number == 0 else 0)
-            summary = world.from_main(lambda: _taken(dispatcher, sum(sampled)))
+            summary = world.from_main(taken)
         if world.is_main:
             self._queues.receive(_TO_MAIN)  # of responses that came too late to count
         return summary
@@ -271,7 +267,8 @@ class LaunchBackend:
                 has_heard = False
                 if dispatcher is not None:
                     has_heard = dispatcher.turn()
-                    self._tasks.send(is_end=dispatcher.is_ready)
+                    # Sent before this rank reads its own tasks: the end stops it in this turn.
+                    self._send_tasks(is_end=dispatcher.is_ready)
                     report(dispatcher.progress)
                 tasks = self._next_tasks()
                 for task in tasks:
@@ -298,11 +295,6 @@ class LaunchBackend:
         carried: list[Any] = [tasks]
         dist.broadcast_object_list(carried, src=self.leader, group=self._team)
         return carried[0]
-
-
-def _taken(dispatcher: Dispatcher | None, sampled_tokens: int) -> StepSummary:
-    assert dispatcher is not None, "rank 0 has it"
-    return dispatcher.take(sampled_tokens)
 
 
 def worker_name(replica: int) -> str:

@@ -13,10 +13,8 @@ REPORT_EVERY_S = 1.0
 
 
 class LoopThread:
-    """``call`` and ``stop`` are for the main thread, ``soon`` for any, all else for itself.
-
-    What a task of ``spawn`` or ``soon`` raises is raised by whoever waits in ``until`` or
-    ``unless_failed``.
+    """``call`` and ``stop`` are for the main thread, ``soon`` for any, all else for itself. What a
+    task of ``spawn`` or ``soon`` raises is raised in ``until`` and ``unless_failed``.
     """
 
     def __init__(self, name: str) -> None:
@@ -24,7 +22,7 @@ class LoopThread:
         self._changed = asyncio.Event()
         self._alive: set[asyncio.Task] = set()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def call(
@@ -63,11 +61,10 @@ class LoopThread:
         try:
             work()
         except Exception as error:  # noqa: BLE001 (raised where the main thread waits)
-            self._failure = self._failure or error
-            self._changed.set()
+            self._fail(error)
 
     def changed(self) -> None:
-        """Whoever waits in ``until`` looks again."""
+        """``until`` looks again."""
         self._changed.set()
 
     async def until(self, answer: Callable[[], Result | None]) -> Result:
@@ -83,7 +80,7 @@ class LoopThread:
 
     async def unless_failed(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Waits for ``work``, which is cancelled where something else has failed: it may wait for a
-        server that nobody watches any more."""
+        server that is not watched any more."""
         task = self._loop.create_task(work)
         task.add_done_callback(lambda _: self._changed.set())
         try:
@@ -92,12 +89,10 @@ class LoopThread:
             task.cancel()
         return task.result()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
     def _note_end(self, task: asyncio.Task) -> None:
         self._alive.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = self._failure or task.exception()
+        self._fail(None if task.cancelled() else task.exception())
+
+    def _fail(self, error: BaseException | None) -> None:
+        self._failure = self._failure or error  # the first: others may follow from it
         self._changed.set()

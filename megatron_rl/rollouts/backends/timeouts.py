@@ -28,10 +28,6 @@ class RequestTimeouts:
     that this request may have. While nothing is answered nothing is overdue. ``factor``: None for a
     wait without end.
 
-    Requests ``in_line`` (an evaluation sends all of its own at once) stand behind each other and
-    make others wait. So nothing of a server is overdue before its last answer to one of them is as
-    old, too.
-
     Example: answers of 100 tokens take 5 s, the factor is 4: 800 s where 4,000 tokens are allowed,
     6,400 s where 32,000 are.
     """
@@ -40,24 +36,17 @@ class RequestTimeouts:
     clock: Callable[[], float] = time.monotonic
     _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
-    _answered_in_line: dict[str, float] = field(default_factory=dict)  # by server, when last
     _names: Iterator[int] = field(default_factory=count)
 
     @contextmanager
-    def waiting(
-        self, server: str, max_tokens: int, *, in_line: bool = False
-    ) -> Iterator[Callable[[int], None]]:
+    def waiting(self, server: str, max_tokens: int) -> Iterator[Callable[[int], None]]:
         """A request is under way inside; what it gives is told the tokens of the answer."""
         name = next(self._names)
         begin_s = self.clock()
         self._waiting[name] = _Waiting(server, begin_s, max_tokens)
 
         def answered(num_tokens: int) -> None:
-            now_s = self.clock()
-            seconds = now_s - begin_s
-            if in_line:
-                self._answered_in_line[server] = now_s
-            self._token_s.append(seconds / max(1, num_tokens))
+            self._token_s.append((self.clock() - begin_s) / max(1, num_tokens))
 
         try:
             yield answered
@@ -78,8 +67,7 @@ class RequestTimeouts:
         late = {}
         for server, begin_s, max_tokens in self._waiting.values():
             limit_s = limits_s[max_tokens]
-            since_s = max(begin_s, self._answered_in_line.get(server, begin_s))
-            if limit_s is not None and now_s - since_s > limit_s:
+            if limit_s is not None and now_s - begin_s > limit_s:
                 late[server] = (
                     f"it has not answered a request for {limit_s:.0f} s, much longer than answers"
                     f" of at most {max_tokens} tokens take"

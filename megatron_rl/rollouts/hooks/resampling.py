@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Int
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.hooks.base import Ask, SamplingHook, ScoredGroup, sampling_hook
+from megatron_rl.hooks.base import ROLLOUT_HOOKS, Ask, SamplingHook, ScoredGroup
 from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
-from megatron_rl.rollouts.rows.experience import Experience, Responses
+from megatron_rl.rollouts.rows.experience import Responses
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.types import Prompt, Sampling, Score
 
@@ -25,27 +25,18 @@ _MOST_ROUNDS = 64
 class Sampler(Protocol):
     """What answers prompts in the middle of a step."""
 
-    def generate(
+    def run(
         self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
     ) -> Responses:
-        """Collective; see ``rollouts.Engines``."""
+        """Collective; see ``rollouts.Rollouts``."""
 
 
-@dataclass(frozen=True)
-class Resampled:
+class Resampled(NamedTuple):
     """``dropped_tokens``: of the groups that have left."""
 
     responses: Responses
-    metrics: Mapping[str, float]
-    dropped_tokens: int
-
-    def apply_to(self, experience: Experience) -> Experience:
-        """With what sampling hooks have dropped, and their metrics."""
-        return replace(
-            experience,
-            dropped_tokens=experience.dropped_tokens + self.dropped_tokens,
-            hook_metrics={**self.metrics, **experience.hook_metrics},
-        )
+    metrics: Mapping[str, float] = {}
+    dropped_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class Resampling:
         refused: Sequence[ScoredGroup] = (),
     ) -> Resampled:
         """Collective. ``sampling``: of the step, without what hooks change for single prompts; what
-        is asked has the seeds behind its own. ``refused``: by dynamic sampling.
+        is asked has the seeds after its own. ``refused``: by dynamic sampling.
 
         Raises:
             ValueError: a hook dropped every group, or asked without end.
@@ -96,7 +87,7 @@ class Resampling:
                     seed = (sampling.seed + num_asked) % 2**32
                     single = replace(sampling, num_responses=1, seed=seed)
                     singles, groups = _singles(wanted.asks, num_groups)
-                    more = sampler.generate(singles, single, "asking again", clock)
+                    more = sampler.run(singles, single, "asking again", clock)
                     prompts = [ask.prompt for ask in wanted.asks for _ in range(ask.num_responses)]
                     responses = merged(responses, replace(more, prompts=prompts), groups)
                 keep = np.ones(responses.num_groups, dtype=bool)
@@ -125,7 +116,11 @@ class Resampling:
 
 def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Resampling | None:
     """``chosen``: the hooks of a run; None where none of them asks the engine."""
-    hooks = {name: sampling_hook(name, piece) for name, piece in chosen.items() if piece.resamples}
+    hooks = {
+        name: ROLLOUT_HOOKS[name].make(**piece.knobs)
+        for name, piece in chosen.items()
+        if ROLLOUT_HOOKS[name].resamples
+    }
     return Resampling(hooks, prompts) if hooks else None
 
 
@@ -162,31 +157,33 @@ def scored_groups(responses: Responses) -> list[ScoredGroup]:
 
 
 def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) -> Responses:
-    """Both, in canonical order. ``groups``: of each row of ``more`` the group that it joins, behind
+    """Both, in canonical order. ``groups``: of each row of ``more`` the group that it joins, after
     the rows that are there.
 
     Example: groups 0 0 1 1 and two rows more for 0 and 2 are the groups 0 0 0 1 1 2.
     """
-    behind = len(first)
+
+    def both(name: str) -> np.ndarray:
+        return np.concatenate([getattr(first, name), getattr(more, name)])
+
     columns = {
         name: np.concatenate([values, more.tokens.columns[name]])
         for name, values in first.tokens.columns.items()
     }
-    tokens = TokenRows(
-        np.concatenate([first.tokens.rows, more.tokens.rows + behind]),
-        np.concatenate([first.tokens.lengths, more.tokens.lengths]),
-        columns,
-    )
-    group_ids = np.concatenate([first.group_ids, groups])
     together = Responses(
         prompts=[*first.prompts, *more.prompts],
-        group_ids=group_ids,
-        lengths=np.concatenate([first.lengths, more.lengths]),
-        truncated=np.concatenate([first.truncated, more.truncated]),
-        weight_versions=np.concatenate([first.weight_versions, more.weight_versions]),
+        group_ids=np.concatenate([first.group_ids, groups]),
+        lengths=both("lengths"),
+        truncated=both("truncated"),
+        weight_versions=both("weight_versions"),
         scores=[*first.scores, *more.scores],
-        tokens=tokens,
-        holders=np.concatenate([first.holders, more.holders]),
+        tokens=TokenRows(
+            # The rows of ``more`` come after those of ``first`` until both are sorted by group.
+            np.concatenate([first.tokens.rows, more.tokens.rows + len(first)]),
+            np.concatenate([first.tokens.lengths, more.tokens.lengths]),
+            columns,
+        ),
+        holders=both("holders"),
     )
-    ordered = together.take(np.argsort(group_ids, kind="stable"))
+    ordered = together.take(np.argsort(together.group_ids, kind="stable"))
     return replace(ordered, tokens=ordered.tokens.take(np.sort(ordered.tokens.rows)))

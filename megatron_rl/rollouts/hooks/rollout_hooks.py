@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.hooks.base import RolloutEdit, rollout_hook
+from megatron_rl.hooks.base import ROLLOUT_HOOKS, RolloutEdit
 from megatron_rl.knobs import Named
 from megatron_rl.plugins import named, place
 from megatron_rl.rollouts.rows.experience import Groups, Response, Responses
@@ -44,8 +45,10 @@ class RolloutHooks:
         metrics: dict[str, float] = {}
         for name, knobs in self._chosen.items():
             edit = called(name, step, list(left.values()), knobs)
-            remaining = _remaining(list(left), edit)
-            left = dict(zip(remaining, edited(list(left.values()), edit), strict=True))
+            keep = [True] * len(left) if edit.keep is None else edit.keep
+            # By their numbers before any hook: each sees what the one before left.
+            numbers = [number for number, keeps in zip(left, keep, strict=True) if keeps]
+            left = dict(zip(numbers, edited(list(left.values()), edit), strict=True))
             metrics |= {f"hook/{name}/{key}": float(value) for key, value in edit.metrics.items()}
             if not left:
                 raise ValueError(
@@ -58,13 +61,6 @@ class RolloutHooks:
         return RolloutEdit(rewards, [number in left for number in range(len(groups))], metrics)
 
 
-def _remaining(numbers: Sequence[int], edit: RolloutEdit) -> list[int]:
-    """Those of the groups ``numbers`` that ``edit`` keeps."""
-    if edit.keep is None:
-        return list(numbers)
-    return [number for number, keep in zip(numbers, edit.keep, strict=True) if keep]
-
-
 def edited_responses(responses: Responses, edit: RolloutEdit) -> Responses:
     """``responses`` with the rewards of ``edit``, without the groups it drops: ``edited``, on every
     rank."""
@@ -73,10 +69,9 @@ def edited_responses(responses: Responses, edit: RolloutEdit) -> Responses:
         pairs = zip(responses.scores, rewards, strict=True)
         scores = [replace(score, reward=reward) for score, reward in pairs]
         responses = replace(responses, scores=scores)
-    if edit.keep is not None:
-        keeps = np.array(edit.keep)[responses.group_ids]
-        responses = responses.take(np.flatnonzero(keeps))
-    return responses
+    if edit.keep is None:
+        return responses
+    return responses.take(np.flatnonzero(np.array(edit.keep)[responses.group_ids]))
 
 
 def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> RolloutEdit:
@@ -86,8 +81,10 @@ def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> Ro
         ValueError: the hook raised, with file and line; or its answer does not fit ``groups``.
     """
     subject = f"rollout hook {name} at step {step}"
+    # Mappings that cannot be written to: a hook runs on rank 0 alone.
+    shown = [[_read_only(response) for response in group] for group in groups]
     try:
-        edit = rollout_hook(name)(step, read_only(groups), **knobs)
+        edit = ROLLOUT_HOOKS[name].make(step, shown, **knobs)
     except Exception as error:
         raise ValueError(f"{subject}: {named(error)}{place(error)}; correct the hook") from error
     if not isinstance(edit, RolloutEdit):
@@ -95,13 +92,9 @@ def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> Ro
             f"{subject}: returned {type(edit).__name__}; return a RolloutEdit, RolloutEdit() to "
             "change nothing"
         )
-    _check(subject, edit, [len(group) for group in groups])
+    for problem in _problems(edit, [len(group) for group in groups]):
+        raise ValueError(f"{subject}: {problem}")
     return edit
-
-
-def read_only(groups: Groups) -> Groups:
-    """The same responses with mappings that cannot be written to: a hook runs on rank 0 alone."""
-    return [[_read_only(response) for response in group] for group in groups]
 
 
 def _read_only(response: Response) -> Response:
@@ -118,46 +111,25 @@ def edited(groups: Groups, edit: RolloutEdit) -> Groups:
             continue
         if edit.rewards is not None:
             pairs = zip(group, edit.rewards[index], strict=True)
-            group = [_rewarded(response, reward) for response, reward in pairs]
+            group = [replace(one, score=replace(one.score, reward=float(r))) for one, r in pairs]
         result.append(group)
     return result
 
 
-def _rewarded(response: Response, reward: float) -> Response:
-    return replace(response, score=replace(response.score, reward=float(reward)))
-
-
-def _check(subject: str, edit: RolloutEdit, sizes: Sequence[int]) -> None:
-    if edit.keep is not None:
-        flags = list(edit.keep)
-        if len(flags) != len(sizes) or not all(isinstance(flag, bool) for flag in flags):
-            raise ValueError(
-                f"{subject}: keep = {str(flags)[:80]}; give {len(sizes)} of True and False, "
-                "one per group"
-            )
+def _problems(edit: RolloutEdit, sizes: Sequence[int]) -> Iterator[str]:
+    flags = [] if edit.keep is None else list(edit.keep)
+    if edit.keep is not None and [type(flag) for flag in flags] != [bool] * len(sizes):
+        yield f"keep = {str(flags)[:80]}; give {len(sizes)} of True and False, one per group"
     if edit.rewards is not None:
-        _check_rewards(subject, edit.rewards, sizes)
+        found = [len(group) for group in edit.rewards]
+        if found != list(sizes):
+            yield f"rewards has {_sizes(found)}; give {_sizes(sizes)}, as in groups"
+        for number, group in enumerate(edit.rewards):
+            for reward in itertools.filterfalse(_is_finite, group):
+                yield f"a reward of group {number} is {reward!r}; rewards are finite numbers"
     for key, value in edit.metrics.items():
         if not METRIC.fullmatch(str(key)) or not _is_finite(value):
-            raise ValueError(
-                f"{subject}: metric {key!r} = {value!r}; a key is a-z, 0-9 and _, "
-                "a value a finite number"
-            )
-
-
-def _check_rewards(subject: str, rewards: Sequence[Sequence[float]], sizes: Sequence[int]) -> None:
-    found = [len(group) for group in rewards]
-    if found != list(sizes):
-        raise ValueError(
-            f"{subject}: rewards has {_sizes(found)}; give {_sizes(sizes)}, as in groups"
-        )
-    for number, group in enumerate(rewards):
-        for reward in group:
-            if not _is_finite(reward):
-                raise ValueError(
-                    f"{subject}: a reward of group {number} is {reward!r}; "
-                    "rewards are finite numbers"
-                )
+            yield f"metric {key!r} = {value!r}; a key is a-z, 0-9 and _, a value a finite number"
 
 
 def _is_finite(value: Any) -> bool:
@@ -165,6 +137,5 @@ def _is_finite(value: Any) -> bool:
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    shown = " ".join(str(size) for size in sizes[:8])
-    more = " ..." if len(sizes) > 8 else ""
-    return f"{len(sizes)} groups of {shown}{more}"
+    shown = " ".join(map(str, sizes[:8]))
+    return f"{len(sizes)} groups of {shown}{' ...' if len(sizes) > 8 else ''}"

@@ -62,14 +62,14 @@ class Responses:
         return int(self.group_ids[-1]) + 1 if len(self) else 0
 
     @property
-    def given(self) -> Bool[np.ndarray, " rows"]:
+    def is_demonstration(self) -> Bool[np.ndarray, " rows"]:
         """Which came with their prompt, see ``rollouts/demonstrations.py``."""
         return self.weight_versions == DEMONSTRATED
 
     @property
     def num_sampled_tokens(self) -> int:
         """Of the responses that did not come with their prompt."""
-        return int(self.lengths[~self.given].sum())
+        return int(self.lengths[~self.is_demonstration].sum())
 
     def take(self, rows: RowNumbers) -> Responses:
         """Some rows, in this order, under new numbers; groups are numbered anew too. Rows of one
@@ -121,9 +121,9 @@ class Experience:
     rewards: Float[Tensor, " responses"]
     correct: Bool[Tensor, " responses"]
     truncated: Bool[Tensor, " responses"]
-    discarded_groups: int = 0  # thrown away by dynamic sampling
-    tries: int = 1  # prompts that dynamic sampling looked at, over those of a step, rounded up
-    unused_tokens: int = 0  # sampled ahead of need, or of groups that were thrown away
+    discarded_groups: int = 0  # refused by dynamic sampling
+    sampling_rounds: int = 1  # prompts that were looked at, in batches of a step, rounded up
+    discarded_tokens: int = 0  # sampled ahead of need, or of groups that were refused
     dropped_tokens: int = 0  # of groups that hooks have dropped
     excluded_tokens: int = 0  # of responses without a verdict, and of groups too small without them
     excluded_share: float = 0.0  # of the responses that the step looked at

@@ -60,7 +60,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rollout/response_tokens_max": lengths.max().item(),
         "rollout/truncated_share": experience.truncated[rows].double().mean().item(),
         "rollout/discarded_groups": experience.discarded_groups,
-        "rollout/tries": experience.tries,
+        "rollout/sampling_rounds": experience.sampling_rounds,
         "rollout/num_responses": len(experience.responses),
     }
     for name, chosen in (("correct", correct), ("wrong", ~correct)):
@@ -82,8 +82,8 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
 
 def _sampled(experience: Experience) -> np.ndarray:
     """The rows that were sampled; all rows where none was."""
-    given = experience.responses.given
-    return np.arange(len(given)) if given.all() else np.flatnonzero(~given)
+    is_demonstration = experience.responses.is_demonstration
+    return np.flatnonzero(is_demonstration.all() | ~is_demonstration)
 
 
 def token_metrics(experience: Experience, old: TokenScores, world: World) -> dict[str, float]:
@@ -99,7 +99,8 @@ def token_metrics(experience: Experience, old: TokenScores, world: World) -> dic
         partials = np.column_stack([partials, entropies])
     rows = _sampled(experience)
     table = of_all_rows(experience.responses, partials, world)
-    table[experience.responses.given, :4] = 0  # where they come from nobody knows the logprobs
+    # The logprobs of demonstrations where they come from are not known.
+    table[experience.responses.is_demonstration, :4] = 0
     table = table[rows]
     lengths = experience.responses.lengths[rows]
     metrics = mismatch_of_partials(table[:, :4], int(lengths.sum()))
@@ -113,7 +114,7 @@ def credit_metrics(experience: Experience) -> dict[str, float]:
     those keys of ``tokens/`` sum to them."""
     credit = experience.credit
     assert credit is not None
-    sampled = experience.loss_tokens * torch.from_numpy(~experience.responses.given)
+    sampled = experience.loss_tokens * torch.from_numpy(~experience.responses.is_demonstration)
     num_trained = int(sampled[credit.keep].sum())
     return {
         **{key: float(value) for key, value in credit.metrics.items()},
@@ -121,7 +122,7 @@ def credit_metrics(experience: Experience) -> dict[str, float]:
         "tokens/filtered": int(sampled.sum()) - num_trained,
         "tokens/no_verdict": experience.excluded_tokens,
         "tokens/dropped": experience.dropped_tokens,
-        "tokens/unused": experience.unused_tokens,
+        "tokens/discarded": experience.discarded_tokens,
     }
 
 

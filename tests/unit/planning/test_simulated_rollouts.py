@@ -8,11 +8,7 @@ import pytest
 from megatron_rl.config.schema import PartialConfig
 from megatron_rl.scheduling.work import Request
 from tests.unit.planning_of_7b import config
-from tools.planning.rollout_time import (
-    Engines,
-    partial_step,
-    step_beside_training,
-)
+from tools.planning.rollout_time import Engines, partial_step, step_beside_training
 from tools.planning.simulated_fleet import DecodeStep, Fleet
 from tools.planning.simulated_rollouts import Push, Steady
 
@@ -53,12 +49,12 @@ def test_a_server_does_not_wait_for_the_longest_response_of_another(schedule: st
 
 def test_what_runs_pauses() -> None:
     fleet = Fleet(1, SECOND)
-    fleet.begin(0, {Request(0, 0, 0): 10})
+    fleet.begin(0, Request(0, 0, 0), 10)
     fleet.wait_until(3)
     fleet.pause(0, 4)
     assert fleet.now_s == 3 and fleet.next_moment() == pytest.approx(14)
     fleet.next_end()
-    assert fleet.idle_share() == pytest.approx(4 / 14)
+    assert fleet.busy_s() == pytest.approx(10)
 
 
 def test_the_cache_of_a_response_that_went_on_is_free_at_its_end() -> None:
@@ -66,14 +62,15 @@ def test_the_cache_of_a_response_that_went_on_is_free_at_its_end() -> None:
     steps of both read 100 and 102, two of the second alone 2 and 3."""
     fleet = Fleet(1, DecodeStep(0.0, token_s=1.0))
     first, second = Request(0, 0, 0), Request(0, 0, 1)
-    fleet.resume(0, {first: (100, 2), second: (0, 4)})
+    fleet.begin(0, first, 2, 100)
+    fleet.begin(0, second, 4)
     assert fleet.next_end() == (0, first) and fleet.now_s == pytest.approx(100 + 102)
     assert fleet.next_end() == (0, second) and fleet.now_s == pytest.approx(202 + 2 + 3)
 
 
 def test_tokens_that_are_there_are_computed_again() -> None:
     fleet = Fleet(1, DecodeStep(1.0, resumed_s=0.5))
-    fleet.resume(0, {Request(0, 0, 0): (10, 3)})
+    fleet.begin(0, Request(0, 0, 0), 3, 10)
     fleet.next_end()
     assert fleet.now_s == pytest.approx(10 / 2 + 3)
 

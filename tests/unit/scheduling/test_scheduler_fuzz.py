@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.scheduling.work import Request
 
 EVENTS = 100_000
-PLAIN = Rules(groups_per_step=5, responses_per_group=3)
-FILTERED = replace(PLAIN, max_groups=17)
+PLAIN = StepRules(groups_per_step=5, responses_per_group=3)
+FILTERED = replace(PLAIN, max_rounds=3)
 SETTINGS = {
     "synchronous": PLAIN,
     "filtered": FILTERED,
@@ -36,7 +36,7 @@ def wants(share: float) -> Wants:
     return verdict
 
 
-def trained(rules: Rules, verdict: Wants) -> Iterator[tuple[int, list[int]]]:
+def trained(rules: StepRules, verdict: Wants) -> Iterator[tuple[int, list[int]]]:
     """The definition, as a loop that samples one group after the other: version and groups of each
     step."""
     step = start = 0
@@ -45,11 +45,11 @@ def trained(rules: Rules, verdict: Wants) -> Iterator[tuple[int, list[int]]]:
         groups: list[int] = []
         looked_at = 0
         while len(groups) < rules.groups_per_step:
-            if rules.max_groups is not None and looked_at == rules.max_groups:
+            if rules.is_filtered and looked_at == rules.max_rounds * rules.groups_per_step:
                 break
             group = start + looked_at
             looked_at += 1
-            if rules.max_groups is None or verdict(version, group):
+            if not rules.is_filtered or verdict(version, group):
                 groups.append(group)
         yield version, groups
         start += looked_at
@@ -61,7 +61,7 @@ class World:
     """Workers that answer, fail, come and go at random, a judge that takes its time, and a trainer
     that is sometimes restarted."""
 
-    rules: Rules
+    rules: StepRules
     verdict: Wants
     rng: random.Random
     scheduler: Scheduler = field(init=False)
@@ -96,13 +96,13 @@ class World:
         answered = [
             Request(batch.version, group, response)
             for batch in scheduler.end._batches
-            for group in range(batch.start, batch.start + batch.admitted)
+            for group in batch.groups
             for response in scheduler.end._answered.get(group, ())
         ]
         expected = [
             Request(batch.version, group, response)
             for batch in scheduler.end._batches
-            for group in range(batch.start, batch.start + batch.admitted)
+            for group in batch.groups
             for response in range(self.rules.responses_per_group)
         ]
         assert sorted([*waiting, *running, *answered]) == sorted(expected)
@@ -128,14 +128,14 @@ class World:
             self.num_workers += 1
             name = f"worker {self.num_workers}"
             # One that comes first takes weights that are wanted of it; the oldest are kept.
-            version = min(self.scheduler.oldest_needed, self.scheduler.version)
-            self.scheduler.join(name, self.rng.randint(1, 6), version)
+            version = min(self.scheduler.end.oldest_needed, self.scheduler.version)
+            self.scheduler.queue.join(name, self.rng.randint(1, 6), version)
             self.versions[name] = version
 
     def leave(self) -> None:
         if self.versions and self.rng.random() < 0.5:
             name = self.rng.choice(sorted(self.versions))
-            self.scheduler.leave(name)
+            self.scheduler.queue.leave(name)
             del self.versions[name]
 
     def switch(self) -> None:
@@ -155,7 +155,7 @@ class World:
 
     def fail(self) -> None:
         if self.running:
-            self.scheduler.failed(*self.running.pop(self.rng.randrange(len(self.running))))
+            self.scheduler.queue.fail(*self.running.pop(self.rng.randrange(len(self.running))))
 
     def judge(self) -> None:
         if self.to_judge:
@@ -175,7 +175,9 @@ class World:
 
     def restart(self) -> None:
         """The trainer goes on from a checkpoint: workers have to come again."""
-        settled = self.scheduler.oldest_needed >= self.scheduler.version or not self.rules.lockstep
+        settled = (
+            self.scheduler.end.oldest_needed >= self.scheduler.version or not self.rules.lockstep
+        )
         if not self.is_training and settled and self.rng.random() < 0.2:
             state = self.scheduler.state()
             self.scheduler = Scheduler.restored(self.rules, state)

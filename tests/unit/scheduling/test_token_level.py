@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_rl.scheduling.end_of_step import StepGroups
+from megatron_rl.scheduling.end_of_step import StepGroups, StepRules
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.work import Request
 
-RULES = PartialRules(groups_per_step=2, responses_per_group=2, groups_in_flight=3, max_age=1)
+RULES = StepRules(groups_per_step=2, responses_per_group=2, groups_in_flight=3, max_age=1)
 FILTERED = replace(RULES, max_rounds=3)
 Lengths = dict[tuple[int, int], int]
 Wants = Callable[[int], bool]
@@ -30,7 +29,7 @@ class Begun:
 class Plain:
     """The definition: tokens that are left of each response, slot after slot."""
 
-    def __init__(self, rules: PartialRules, lengths: Lengths, wants: Wants) -> None:
+    def __init__(self, rules: StepRules, lengths: Lengths, wants: Wants) -> None:
         self.rules, self.lengths, self.wants = rules, lengths, wants
         self.left: dict[int, list[int]] = {}  # of the open groups
         self.first_step: dict[int, int] = {}
@@ -113,7 +112,7 @@ class Fleet:
     """Workers whose responses get tokens at any pace, and stop at some time after the limit; a
     judge who takes its time; a trainer that is restarted between two steps."""
 
-    def __init__(self, rules: PartialRules, lengths: Lengths, wants: Wants, seed: int) -> None:
+    def __init__(self, rules: StepRules, lengths: Lengths, wants: Wants, seed: int) -> None:
         self.scheduler = Scheduler(rules)
         self.lengths, self.wants = lengths, wants
         self.rng = random.Random(seed)
@@ -129,10 +128,10 @@ class Fleet:
         if choice < 0.02 or not self.names:
             self.num_workers += 1
             self.names.append(f"worker {self.num_workers}")
-            scheduler.join(self.names[-1], self.rng.randint(1, 9), scheduler.version)
+            scheduler.queue.join(self.names[-1], self.rng.randint(1, 9), scheduler.version)
         elif choice < 0.03:
             gone = self.names.pop(self.rng.randrange(len(self.names)))
-            scheduler.leave(gone)
+            scheduler.queue.leave(gone)
             self.running = {key: n for key, n in self.running.items() if key[0] != gone}
         for pair in scheduler.to_abort():
             self.running.pop(pair, None)  # its worker may have left
@@ -179,16 +178,16 @@ class Fleet:
     "rules",
     [
         RULES,
-        PartialRules(5, 3, 7, 2),
-        PartialRules(4, 2, 8, 3),
-        PartialRules(3, 1, 3, 1),
+        StepRules(5, 3, groups_in_flight=7, max_age=2),
+        StepRules(4, 2, groups_in_flight=8, max_age=3),
+        StepRules(3, 1, groups_in_flight=3, max_age=1),
         FILTERED,
-        PartialRules(5, 3, 7, 2, max_rounds=4),
-        PartialRules(4, 2, 8, 3, max_rounds=1),
-        PartialRules(3, 1, 3, 1, max_rounds=9),
+        StepRules(5, 3, groups_in_flight=7, max_age=2, max_rounds=4),
+        StepRules(4, 2, groups_in_flight=8, max_age=3, max_rounds=1),
+        StepRules(3, 1, groups_in_flight=3, max_age=1, max_rounds=9),
     ],
 )
-def test_random_events_end_steps_where_a_plain_computation_does(rules: PartialRules) -> None:
+def test_random_events_end_steps_where_a_plain_computation_does(rules: StepRules) -> None:
     draw = random.Random(3)
     names = [
         (group, number) for group in range(4000) for number in range(rules.responses_per_group)

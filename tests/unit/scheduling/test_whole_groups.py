@@ -2,12 +2,13 @@
 
 import pytest
 
-from megatron_rl.scheduling.whole_groups import Batch, KeptShare, Rules
+from megatron_rl.scheduling.end_of_step import StepRules
+from megatron_rl.scheduling.whole_groups import Batch, KeptShare
 
-FILTERED = Rules(groups_per_step=2, responses_per_group=1, max_groups=6)
+FILTERED = StepRules(groups_per_step=2, responses_per_group=1, max_rounds=3)
 
 
-def batch(admitted: int, rules: Rules = FILTERED) -> Batch:
+def batch(admitted: int, rules: StepRules = FILTERED) -> Batch:
     return Batch(rules, step=0, start=10, admitted=admitted)
 
 
@@ -17,7 +18,7 @@ def test_the_first_wanted_groups_in_prompt_order_whatever_came_first() -> None:
         late.judge(group, wanted=wanted)
         assert not late.is_complete and late.end is None, "group 10 may be wanted"
     late.judge(10, wanted=True)
-    assert (late.groups, late.end, late.refused) == ([10, 12], 13, [11])
+    assert (late.decided(wanted=True), late.decided(wanted=False), late.end) == ([10, 12], [11], 13)
 
 
 def test_a_refused_group_that_all_waited_for_lets_the_others_in() -> None:
@@ -26,7 +27,7 @@ def test_a_refused_group_that_all_waited_for_lets_the_others_in() -> None:
     waiting.judge(11, wanted=True)
     assert not waiting.is_complete
     waiting.judge(10, wanted=False)
-    assert (waiting.groups, waiting.end) == ([11, 12], 13)
+    assert (waiting.decided(wanted=True), waiting.end) == ([11, 12], 13)
 
 
 def test_groups_behind_enough_wanted_ones_are_dropped_before_the_end_is_known() -> None:
@@ -43,13 +44,13 @@ def test_at_its_limit_a_batch_has_what_it_found() -> None:
     poor = batch(admitted=6)
     for group in range(10, 16):
         poor.judge(group, wanted=group == 13)
-    assert (poor.groups, poor.end, len(poor.refused)) == ([13], 16, 5)
+    assert (poor.decided(wanted=True), poor.end, len(poor.decided(wanted=False))) == ([13], 16, 5)
 
 
 def test_without_a_filter_the_end_is_known_from_the_start() -> None:
-    plain = batch(0, Rules(groups_per_step=2, responses_per_group=1, staleness=1))
+    plain = batch(0, StepRules(groups_per_step=2, responses_per_group=1, staleness=1))
     assert (plain.missing(1.0), plain.end, plain.version) == (2, 12, 0)
-    assert Rules(2, 1, staleness=1).version_of(7) == 6
+    assert StepRules(2, 1, staleness=1).version_of(7) == 6
 
 
 @pytest.mark.parametrize(
@@ -62,12 +63,12 @@ def test_without_a_filter_the_end_is_known_from_the_start() -> None:
     ],
 )
 def test_more_are_sampled_than_are_missing(size: int, share: float, missing: int) -> None:
-    rules = Rules(groups_per_step=size, responses_per_group=1, max_groups=1280)
+    rules = StepRules(groups_per_step=size, responses_per_group=1, max_rounds=10)
     assert Batch(rules, 0, 0).missing(share) == missing
 
 
 def test_a_refusal_is_made_up_for_at_once() -> None:
-    rules = Rules(groups_per_step=4, responses_per_group=1, max_groups=100)
+    rules = StepRules(groups_per_step=4, responses_per_group=1, max_rounds=25)
     refill = Batch(rules, 0, 0)
     refill.admitted = refill.missing(1.0)
     refill.judge(2, wanted=False)

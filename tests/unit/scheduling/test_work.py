@@ -63,8 +63,9 @@ def test_what_a_lost_worker_ran_goes_elsewhere_and_its_late_answer_does_not_coun
     queue = queue_of(num_workers=2, capacity=100)
     queue.add(requests(num_groups=2, num_responses=2))
     queue.assign()
-    assert queue.leave("w0") == [Request(0, 0, 0), Request(0, 0, 1)]
-    assert queue.leave("w0") == []
+    queue.leave("w0")
+    queue.leave("w0")
+    assert queue.num_waiting == 2
     assert queue.assign() == [("w1", Request(0, 0, 0)), ("w1", Request(0, 0, 1))]
     assert not queue.finish("w0", Request(0, 0, 0))
     assert queue.finish("w1", Request(0, 0, 0))
@@ -75,7 +76,7 @@ def test_a_failed_request_waits_again() -> None:
     queue = queue_of(num_workers=1, capacity=1)
     queue.add([Request(0, 0, 0)])
     queue.assign()
-    assert queue.fail("w0", Request(0, 0, 0))
+    queue.fail("w0", Request(0, 0, 0))
     assert queue.assign() == [("w0", Request(0, 0, 0))]
 
 
@@ -102,10 +103,9 @@ def test_a_worker_keeps_its_weights_while_something_wants_them() -> None:
 def test_a_worker_that_is_held_takes_nothing_until_it_has_other_weights() -> None:
     queue = queue_of(num_workers=2, capacity=4)
     queue.add([Request(0, 0, 0), Request(0, 1, 0)])
-    queue.hold("w0")
+    assert queue.recall("w0") == []
     assert {name for name, _ in queue.assign()} == {"w1"}
     assert queue.recall("w1") == [("w1", Request(0, 0, 0)), ("w1", Request(0, 1, 0))]
-    queue.hold("w1")
     assert (queue.num_waiting, queue.num_running, queue.assign()) == (2, 0, [])
     queue.switch("w1", 1)
     assert queue.assign() == []
@@ -135,6 +135,6 @@ def test_cancelled_requests_are_gone_and_those_that_run_are_named() -> None:
     queue = queue_of(num_workers=1, capacity=3)
     queue.add(requests(num_groups=2, num_responses=2))
     queue.assign()
-    assert queue.cancel(lambda request: request.group == 1) == [("w0", Request(0, 1, 0))]
+    assert queue.cancel({1}) == [("w0", Request(0, 1, 0))]
     assert (queue.num_waiting, queue.num_running) == (0, 2)
     assert not queue.finish("w0", Request(0, 1, 0))

@@ -12,12 +12,8 @@ from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.evaluation.evaluator import Evaluator
-from megatron_rl.rollouts.backends.colocated import (
-    ColocatedEngines,
-    LaunchEngines,
-    LaunchSampler,
-)
-from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchSampler
+from megatron_rl.rollouts.backends.colocation import Colocation
 from megatron_rl.rollouts.demonstrations import Demonstrations
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rollouts import Rollouts
@@ -106,10 +102,9 @@ def build_bandit(
         num_samples=config.logging.log_samples,
     )
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
-    memory = Colocation(policy, engine, config.memory.offload, ledger)
-    sync = ColocatedSync(BanditSync(policy, engine), memory)
-    launch = LaunchEngines(sampler.backend, WORLD, job)
-    engines = ColocatedEngines(launch, policy, engine, sync, memory)
+    sync = BanditSync(policy, engine)
+    colocation = Colocation(policy, engine, sync, config.memory.offload, ledger)
+    engines = ColocatedEngines(sampler.backend, WORLD, job, colocation)
     write = partial(write_bundle, config, WORLD, policy)
     health = Health(config.nonfinite, config.mismatch_limits, write)
     plan = MinibatchPlan(
@@ -121,7 +116,7 @@ def build_bandit(
     greedy = Sampling(1, 3, temperature=0.0)
     return Trainer(
         config=config.trainer,
-        source=Rollouts(WORLD, engines, job, post),
+        source=Rollouts(WORLD, policy, engines, job, post),
         learner=Learner(policy, chosen, signals, health, plan, placement, True),
         evaluator=Evaluator(config, sampler, prompts(4), greedy),
         folder=run_folder,

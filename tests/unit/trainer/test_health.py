@@ -111,7 +111,7 @@ def test_no_bundle_can_be_written_and_the_reason_is_told_all_the_same():
 def test_weights_that_are_not_finite_reach_neither_engine_nor_checkpoint_nor_export(build):
     trainer = build("trainer.num_steps=4", "checkpoint.every_steps=1", "evaluation.every_steps=0")
     policy = trainer.learner.policy
-    engine = trainer.source.engines.engine
+    engine = trainer.source.engines.colocation.engine
     update = policy.update
     num_updates = 0
 

@@ -19,7 +19,9 @@ def test_reward_rises_and_the_engine_follows_the_policy(build):
     assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 0.3
     assert metrics[-1]["eval/accuracy"] == 1.0
     assert all(row["mismatch/logprob_abs_diff_max"] < 1e-6 for row in metrics[1:])
-    assert torch.equal(trainer.source.engines.engine.logits, trainer.learner.policy.logits)
+    assert torch.equal(
+        trainer.source.engines.colocation.engine.logits, trainer.learner.policy.logits
+    )
 
 
 def test_every_metric_is_in_the_table(build):
@@ -96,7 +98,7 @@ def test_never_resuming_refuses_a_used_folder(build):
 
 def test_the_mismatch_alarm_names_step_value_and_key(build):
     trainer = build("mismatch_limits.abort_above=0.01")
-    fresh = trainer.source.engines.weight_sync.inner
+    fresh = trainer.source.engines.colocation.weight_sync
     first_sync = fresh.sync
 
     def only_at_the_start(version):
@@ -113,7 +115,7 @@ def test_the_mismatch_alarm_names_step_value_and_key(build):
 
 def test_a_mismatch_above_the_warning_threshold_is_said_and_the_run_goes_on(build, caplog):
     trainer = build("mismatch_limits.warn_above=1e-9")
-    fresh = trainer.source.engines.weight_sync.inner
+    fresh = trainer.source.engines.colocation.weight_sync
     stale = fresh.sync(0)
     fresh.sync = lambda version: stale  # the engine keeps the weights of the start
     trainer.run()
@@ -167,7 +169,7 @@ def test_dynamic_sampling_keeps_informative_groups_and_refills(build):
     last = rows(trainer)[-1]
     assert last["rollout/num_responses"] == 32
     assert last["credit/zero_spread_group_share"] == 0
-    assert len(trainer.source.engines.engine.begun) > 4 * 3 * 8
+    assert len(trainer.source.engines.colocation.engine.begun) > 4 * 3 * 8
 
 
 def test_dynamic_sampling_without_any_informative_group_says_what_to_do(build):

@@ -86,7 +86,7 @@ def _training(rng: np.random.Generator, level: float, progress: float) -> Row:
         "optim/grad_norm": 1 + 10 * abs(noise[1]),
         "time/step_s": 2.0 + noise[2],
         "throughput/response_tokens_per_s": 900 + 1000 * noise[3],
-        "throughput/unused_tokens_share": 0.0,
+        "throughput/discarded_tokens_share": 0.0,
     }
 
 

@@ -1,0 +1,209 @@
+"""Requests of one job to servers: the steps of a run, or answers to some prompts besides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from megatron_rl.engine.serving.client import ServerClient, ServerLostError
+from megatron_rl.rollouts.backends.failures import Asked, RequestFailures
+from megatron_rl.rollouts.backends.loop_thread import LoopThread
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.dispatcher import (
+    Dispatcher,
+    Ended,
+    Event,
+    GenerationRequest,
+    Scored,
+    Unfinished,
+)
+from megatron_rl.rollouts.jobs import GenerationJob
+from megatron_rl.rollouts.reward_thread import RewardThread, Unscored
+from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.work import Request
+from megatron_rl.types import Completion, Score
+
+
+class WeightVersionError(ValueError):
+    """A response was sampled with other weights than it was asked of."""
+
+
+def check_versions(request: Request, completion: Completion, *, exact: bool) -> None:
+    """``exact``: in lockstep. Raises WeightVersionError."""
+    versions = [span.version for span in completion.spans]
+    wrong = versions != [request.version] if exact else min(versions) < request.version
+    if wrong:
+        raise WeightVersionError(
+            f"a response that was to be sampled with weights version {request.version}"
+            f"{'' if exact else ' or newer'} comes from {versions}; another program may have"
+            " sent weights to a server of this run"
+        )
+
+
+def stamped(completion: Completion, version: int) -> Completion:
+    """Of a paused response, whose server does not say with which weights it was sampled: in
+    lockstep those of its request."""
+    return Completion(completion.token_ids, completion.sampler_logprobs, False, version)
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """What the backend of servers is made of.
+
+    Attributes:
+        connect: A client for a URL.
+        switch: Makes the server at a URL use a version that it has staged; raises ConnectionError
+            where it does not.
+        rewards: Makes the thread that scores responses; it is given what to call, in that thread,
+            when some are scored.
+        capacity: Requests that a server is sent at a time.
+        timeouts: How long one of them may take.
+        longest_response: In tokens.
+    """
+
+    connect: Callable[[str], ServerClient]
+    switch: Callable[[str, int], None]
+    rewards: Callable[[Callable[[], None]], RewardThread]
+    capacity: int
+    timeouts: RequestTimeouts
+    longest_response: int
+
+
+@dataclass(frozen=True)
+class ServerFleet:
+    """The servers at work, as the requests of all jobs share them; it belongs to the thread.
+
+    Attributes:
+        clients: By name, as the backend has them at any time.
+        failures: What servers fail at.
+        note_failure: Told that a server has not answered a request; it may call ``lost`` in turn.
+        turn: Has every dispatcher take its turn.
+    """
+
+    parts: ServerParts
+    thread: LoopThread
+    rewards: RewardThread
+    failures: RequestFailures
+    note_failure: Callable[[str, Asked, ServerLostError], None]
+    turn: Callable[[], None]
+    clients: dict[str, ServerClient] = field(default_factory=dict)
+
+
+class ServerRequests:
+    """Implements ``GenerationBackend`` for one job. For the thread alone."""
+
+    def __init__(self, job: GenerationJob, scheduler: Scheduler, fleet: ServerFleet) -> None:
+        self.job = job
+        self.scheduler = scheduler
+        self.dispatcher = Dispatcher(job, scheduler, self, fleet.rewards)
+        self.num_tokens = 0  # of all answers
+        self.num_reissued = 0
+        self._fleet = fleet
+        self._running: dict[tuple[str, Request], asyncio.Task] = {}
+        self._events: list[Event] = []
+        self._level: int | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    def join(self, name: str, version: int) -> None:
+        """A server takes requests of this job."""
+        self.scheduler.queue.join(name, self._fleet.parts.capacity, version)
+
+    def lost(self, name: str) -> list[Asked]:
+        """A server is marked dead, and others get what it had. Returns that."""
+        unanswered = [request for worker, request in self._running if worker == name]
+        self.scheduler.queue.leave(name)
+        for request in unanswered:
+            self.abort(name, request)
+        self.num_reissued += len(unanswered)
+        return [self._asked(request) for request in unanswered]
+
+    def note_score(self, one: Unscored, score: Score) -> None:
+        """A score of any job. A group may have been dropped meanwhile, and admitted again: then
+        another completion is in its place."""
+        if self.job.store.get(one.request.place) is one.completion:
+            self._events.append(Scored(one.request, score))
+
+    def end(self) -> None:
+        """Nothing is wanted any more."""
+        for worker, request in list(self._running):
+            self.abort(worker, request)
+
+    # See GenerationBackend
+
+    def submit(self, worker: str, wanted: GenerationRequest) -> None:
+        work = self._fleet.thread.spawn(self._request(worker, wanted))
+        self._running[worker, wanted.request] = work
+
+    def abort(self, worker: str, request: Request) -> None:
+        work = self._running.pop((worker, request), None)
+        if work is not None:
+            work.cancel()
+
+    def pause(self, level: int) -> None:
+        """See GenerationBackend. Requests look at it with the next tokens that come."""
+        self._level = level
+
+    def events(self) -> list[Event]:
+        events = self._events
+        self._events = []
+        return events
+
+    def holder(self, worker: str | None, group: int) -> int:
+        return 0
+
+    def _asked(self, request: Request) -> Asked:
+        visit = self.job.stream.visit(request.group)
+        return self.job.stream.prompt(request.group, visit).uid, request.response
+
+    async def _request(self, worker: str, wanted: GenerationRequest) -> None:
+        request, fleet = wanted.request, self._fleet
+        client = fleet.clients[worker]
+        prompt = self.job.stream.prompt(request.group, wanted.visit)
+        asked = prompt.uid, request.response
+        sampling = self.job.plan(wanted.step, prompt, request.version)
+        so_far = self.job.store.so_far(request.place)
+        try:
+            with fleet.parts.timeouts.waiting(worker, sampling.max_response_tokens) as answered:
+                if self.job.rules.is_partial:
+                    is_enough = partial(self._is_enough, wanted.begin)
+                    new, is_paused = await client.generate_until(
+                        prompt, sampling, request.response, so_far, is_enough
+                    )
+                    new = stamped(new, request.version) if is_paused else new
+                else:
+                    new = await client.generate(prompt, sampling, request.response)
+                    is_paused = False
+                answered(len(new.token_ids))
+        except ServerLostError as error:
+            # Before the failure is noted: a server that is marked dead for it loses this one too.
+            self._running.pop((worker, request), None)
+            self.num_reissued += 1
+            self._events.append(Unfinished(worker, request, is_paused=False))
+            fleet.note_failure(worker, asked, error)
+            fleet.turn()
+            return
+        fleet.failures.answered(worker, asked)
+        self.num_tokens += len(new.token_ids)
+        self._running.pop((worker, request), None)
+        check_versions(request, new, exact=self.job.rules.lockstep)
+        whole = self.job.store.add(request.place, new)
+        if is_paused:
+            self._events.append(Unfinished(worker, request, is_paused=True))
+        else:
+            facts = (len(whole.token_ids), whole.truncated, whole.spans)
+            self._events.append(Ended(worker, request, *facts))
+            fleet.rewards.give(request, prompt, whole)
+        fleet.turn()
+
+    def _is_enough(self, begin: int, num_tokens: int) -> bool:
+        """Whether a response has come to the level of its step."""
+        return self._level is not None and begin + num_tokens >= self._level
+
+    def step_is_taken(self) -> None:
+        """The next step has another level."""
+        self._level = None

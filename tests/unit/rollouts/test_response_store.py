@@ -1,0 +1,75 @@
+"""Responses that continue in the next step: tokens and versions by hand, carried and saved."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from megatron_rl.rollouts.rows.exchange import token_versions
+from megatron_rl.rollouts.store import (
+    ResponseStore,
+    cut,
+    joined,
+    saved_score,
+)
+from megatron_rl.scheduling.end_of_step import StepGroups
+from megatron_rl.types import Completion, Score, VersionSpan
+
+FIRST = Completion((5, 6), (-0.5, -0.25), truncated=False, weight_version=3)
+MORE = Completion((7,), (-1.0,), truncated=True, weight_version=4)
+
+
+def test_what_came_later_stands_behind_with_its_own_version() -> None:
+    whole = joined(FIRST, MORE)
+    assert list(whole.token_ids) == [5, 6, 7]
+    assert list(whole.sampler_logprobs) == [-0.5, -0.25, -1.0]
+    assert whole.spans == (VersionSpan(3, 2), VersionSpan(4, 3))
+    assert token_versions([whole, FIRST]).tolist() == [3, 3, 4, 3, 3]
+    assert (whole.truncated, whole.weight_version) == (True, 3)
+    assert joined(None, MORE) is MORE
+
+
+@pytest.mark.parametrize(
+    ("length", "spans"),
+    [
+        (1, (VersionSpan(3, 1),)),
+        (2, (VersionSpan(3, 2),)),
+        (3, (VersionSpan(3, 2), VersionSpan(4, 3))),
+    ],
+)
+def test_a_cut_response_has_its_first_tokens_and_has_not_ended(length, spans) -> None:
+    shorter = cut(joined(FIRST, MORE), length)
+    assert shorter.token_ids == array("i", [5, 6, 7][:length])
+    assert shorter.sampler_logprobs == array("f", [-0.5, -0.25, -1.0][:length])
+    assert shorter.spans == spans
+    assert (shorter.truncated, shorter.weight_version) == (False, 3)
+
+
+def test_what_was_carried_is_what_the_next_step_continues() -> None:
+    store = ResponseStore()
+    store.begin_step([((1, 0), FIRST)])
+    assert store.add((1, 0), MORE) == joined(FIRST, MORE)
+    store.add((1, 1), Completion((8, 9), (-1.0, -2.0), False, 4))
+    store.add((2, 0), MORE)
+    # Response (1, 0) has ended within the level; (1, 1) has one token too many; group 2 is trained.
+    carried = store.unfinished(StepGroups(3, [2], limits={1: 1, 2: 1}), ended={(1, 0)})
+    assert dict(carried) == {
+        (1, 0): joined(FIRST, MORE),
+        (1, 1): Completion((8,), (-1.0,), False, 4),
+    }
+    store.begin_step(carried)
+    store.forget([2])
+    assert store.num_tokens == 4 and store.get((2, 0)) is None
+    assert store.length((1, 1)) == 1 and store.so_far((1, 2)) == ()
+
+
+def test_a_store_comes_back_bit_for_bit() -> None:
+    store = ResponseStore()
+    store.begin_step([((1, 0), joined(FIRST, MORE))])
+    store.add((2, 1), Completion((), (), False, 4))
+    other = ResponseStore()
+    other.restore(store.state())
+    assert other.places() == store.places()
+    score = Score(1.5, True, {"accuracy": 1.0}, "7")
+    assert Score(**saved_score(score)) == score

@@ -1,0 +1,232 @@
+"""Sampling hooks: what they want by hand, and what becomes of a step, rows, tokens and state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_rl.data.loader import PromptLoader
+from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
+from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl, relative_variance
+from megatron_rl.reporting.metrics import defined
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
+from megatron_rl.rollouts.hooks.resampling import Resampling
+from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.types import Completion, Prompt, Sampling, Score
+from tests.engines import Answering
+from tests.rollout_sources import rollouts_of, training_job
+from tests.unit.trainer.fakes import prompts
+from tests.unit.trainer.runs import DISPLAY, WORLD
+
+PROMPTS = prompts(8)
+
+
+def group(number: int, num_correct: int, size: int = 4) -> ScoredGroup:
+    scores = [Score(float(place < num_correct), place < num_correct) for place in range(size)]
+    return ScoredGroup(PROMPTS[number], scores)
+
+
+@pytest.mark.parametrize(
+    ("num_correct", "size", "expected"),
+    [
+        (0, 4, 0),
+        (1, 4, 3 / 4),
+        (2, 4, 1),
+        (4, 4, 0),
+        (1, 5, 4 / 6),
+        (2, 5, 1),
+        (3, 5, 1),
+        (1, 1, 0),
+    ],
+)
+def test_relative_variance_by_hand(num_correct: int, size: int, expected: float) -> None:
+    assert relative_variance(group(0, num_correct, size)) == pytest.approx(expected)
+
+
+def test_vcrl_fills_up_with_the_prompts_that_varied_most() -> None:
+    hook = Vcrl(kappa=0.5, later_kappa=0.9, later_from=3, momentum=0.5)
+    first = hook.resample(1, 0, [group(0, 1), group(1, 2), group(2, 4)])
+    assert first.keep == [True, True, False] and not first.asks, "nothing to fill up with"
+    # p1 has 1, p0 has 3/4. Two groups are refused, so both come again.
+    second = hook.resample(2, 0, [group(3, 0), group(4, 2), group(5, 4)])
+    assert second.keep == [False, True, False]
+    assert second.asks == [Ask(PROMPTS[1], 4), Ask(PROMPTS[0], 4)]
+    after = hook.resample(2, 1, [group(4, 2), group(1, 0), group(0, 1)])
+    assert not after.asks and after.keep is None
+    assert after.metrics == {"replayed_variance_mean": 3 / 8}
+    # p1: 1/2 of 1 and 0; p0 stays at 3/4; p4 has 1 and is in the step.
+    third = hook.resample(3, 0, [group(4, 1), group(6, 2)])
+    assert third.keep == [False, True], "3/4 is below the later threshold"
+    assert third.asks == [Ask(PROMPTS[0], 4)]
+
+
+def test_a_vcrl_step_has_a_group_though_nothing_varies() -> None:
+    hook = Vcrl(kappa=1.0)
+    assert hook.resample(1, 0, [group(0, 0), group(1, 1), group(2, 4)]).keep == [False, True, False]
+
+
+def test_the_bank_of_vcrl_is_bounded_and_goes_on() -> None:
+    hook = Vcrl(capacity=2)
+    again = replace(PROMPTS[2], uid="p2#2")
+    hook.resample(1, 0, [group(0, 1), group(1, 2), ScoredGroup(again, group(2, 2).scores)])
+    assert hook.state() == {"bank": {"p1": 1.0, "p2#2": 1.0}}
+    other = Vcrl(capacity=2)
+    other.restore(hook.state(), PROMPTS)
+    wanted = other.resample(2, 0, [group(5, 0), group(6, 0)])
+    assert wanted.asks == [Ask(PROMPTS[1], 4), Ask(again, 4)]
+    assert wanted == hook.resample(2, 0, [group(5, 0), group(6, 0)])
+
+
+def test_dars_asks_until_the_target_or_the_cap() -> None:
+    hook = Dars(target=2, extra=3, max_responses=8)
+    first = hook.resample(1, 0, [group(0, 0), group(1, 2), group(2, 1)])
+    assert first.asks == [Ask(PROMPTS[0], 3, into=0), Ask(PROMPTS[2], 3, into=2)]
+    second = hook.resample(1, 1, [group(0, 1, 7), group(1, 2), group(2, 3, 7)])
+    assert second.asks == [Ask(PROMPTS[0], 1, into=0)]
+    third = hook.resample(1, 2, [group(0, 1, 8), group(1, 2), group(2, 3, 7)])
+    assert not third.asks and third.metrics == {"rounds": 2, "short_groups": 1}
+    assert first.metrics["hard_groups"] == 2
+
+
+def test_erpo_warms_prompts_that_were_all_right() -> None:
+    hook = Erpo(increase=0.25, highest=1.4)
+    hook.resample(1, 0, [group(0, 4), group(1, 3)])
+    assert [hook.temperature(PROMPTS[number], 1.0) for number in (0, 1, 2)] == [1.25, 1.0, 1.0]
+    seen = hook.resample(2, 0, [group(0, 4), group(1, 4)])
+    assert seen.metrics == {"residual_groups": 2, "hot_groups": 1}
+    other = Erpo(increase=0.25, highest=1.4)
+    other.restore(hook.state(), PROMPTS)
+    for each in (hook, other):
+        assert [each.temperature(PROMPTS[number], 1.0) for number in (0, 1)] == [1.4, 1.25]
+    hook.resample(3, 0, [group(0, 3)])
+    assert hook.temperature(PROMPTS[0], 1.0) == 1.0
+
+
+class Telling(Answering):
+    """One token, which says what was asked: the uid without its end, the temperature, the seed."""
+
+    def response(self, prompt: Prompt, sampling: Sampling, number: int) -> Completion:
+        prompt_number = int(prompt.uid.partition("/")[0][1:])
+        tenths = round(sampling.temperature * 10)
+        ids = [prompt_number, tenths, (sampling.seed or 0) % 1009, len(self.begun)]
+        return Completion(ids, [-0.5] * 4, False, 3)
+
+
+class Odd:
+    """Right for prompts with an odd number."""
+
+    def score(self, prompts, texts, truncated) -> list[Score]:
+        numbers = [int(text.split()[0]) for text in texts]
+        return [Score(float(number % 2), number % 2 == 1) for number in numbers]
+
+
+def rollouts(**hooks: SamplingHook) -> Rollouts:
+    """Four prompts a step, two responses each."""
+    sampler = LaunchSampler(Telling(), Odd(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY)
+    sampling = Sampling(2, 4)
+    job = training_job(
+        PromptLoader(PROMPTS, seed=1, shuffle=False),
+        sampling,
+        seed=1,
+        prompts_per_step=4,
+        hooks=Resampling(hooks, PROMPTS) if hooks else None,
+    )
+    return rollouts_of(sampler, job)
+
+
+def tokens(experience: Experience) -> list[list[int]]:
+    held = experience.responses.tokens
+    assert held.rows.tolist() == list(range(len(experience.responses)))
+    return [ids.tolist() for ids in held.views("token_ids")]
+
+
+def test_what_is_asked_joins_its_group() -> None:
+    experience = rollouts(dars=Dars(target=2, extra=2, max_responses=5)).collect(1)
+    # Those of p0 and p2 are never right: two more, then one.
+    assert experience.group_ids.tolist() == [0] * 5 + [1] * 2 + [2] * 5 + [3] * 2
+    assert [prompt.uid for prompt in experience.responses.prompts] == [
+        *["p0"] * 5,
+        *["p1"] * 2,
+        *["p2"] * 5,
+        *["p3"] * 2,
+    ]
+    rows = tokens(experience)
+    assert [ids[0] for ids in rows] == [0] * 5 + [1] * 2 + [2] * 5 + [3] * 2
+    seeds = [ids[2] - rows[0][2] for ids in rows[:5]]
+    assert seeds == [0, 0, 1, 1, 2], "each round has a seed of its own"
+    assert len({ids[3] for ids in rows}) == len(rows), "no response twice"
+    assert experience.hook_metrics["hook/dars/rounds"] == 2
+    assert all(defined(key) for key in experience.hook_metrics)
+
+
+class Dropping:
+    """The first group leaves; one response to a prompt of an earlier step comes in its place."""
+
+    def temperature(self, prompt: Prompt, plain: float) -> float:
+        return 1.5 if prompt.uid == "p1" else plain
+
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """There is no dynamic sampling."""
+
+    def resample(self, step: int, turn: int, groups: list[ScoredGroup]) -> Resample:
+        if turn:
+            return Resample()
+        keep = [number > 0 for number in range(len(groups))]
+        return Resample([Ask(PROMPTS[7], 1)], keep, {"dropped": 1.0})
+
+    def state(self) -> dict:
+        return {}
+
+    def restore(self, state, prompts) -> None:
+        """Nothing."""
+
+
+def test_groups_leave_and_others_come() -> None:
+    experience = rollouts(dropping=Dropping()).collect(1)
+    rows = tokens(experience)
+    assert [ids[0] for ids in rows] == [1, 1, 2, 2, 3, 3, 7]
+    assert experience.group_ids.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert [ids[1] for ids in rows] == [15, 15, 10, 10, 10, 10, 10], "temperatures"
+    assert experience.dropped_tokens == 8 and experience.discarded_tokens == 0
+    assert np.isfinite(experience.rewards.numpy()).all()
+
+
+def test_two_steps_and_a_restored_one_are_three() -> None:
+    def made() -> Rollouts:
+        more = Dars(target=1, extra=1, max_responses=3)
+        return rollouts(dars=more, erpo=Erpo(increase=0.5, highest=2.0), vcrl=Vcrl(kappa=0.0))
+
+    whole = made()
+    found = [tokens(whole.collect(step)) for step in (1, 2, 3, 4)]
+    first = made()
+    for step in (1, 2):
+        first.collect(step)
+    second = made()
+    second.restore(first.state())
+    again = [tokens(second.collect(step)) for step in (3, 4)]
+    assert [[ids[:3] for ids in step] for step in again] == [
+        [ids[:3] for ids in step] for step in found[2:]
+    ]
+    assert any(ids[1] == 15 for step in again for ids in step), "prompts come back warmer"
+
+
+class Greedy(Dropping):
+    def resample(self, step: int, turn: int, groups: list[ScoredGroup]) -> Resample:
+        return Resample(keep=[False] * len(groups))
+
+
+class Endless(Dropping):
+    def resample(self, step: int, turn: int, groups: list[ScoredGroup]) -> Resample:
+        return Resample([Ask(groups[0].prompt, 1, into=0)])
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"), [(Greedy(), "dropped every group"), (Endless(), "asked 64 times in step 1")]
+)
+def test_a_hook_without_an_end_is_refused(hook: SamplingHook, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rollouts(bad=hook).collect(1)

@@ -1,0 +1,126 @@
+"""What can fail is said before engines are built: room on the disk, a checkpoint of another model,
+keys of services."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.checkpoints import directory, facts
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.schema import Config
+from megatron_rl.engine import requirements
+from megatron_rl.models import read_architecture
+from megatron_rl.run import preflight
+from megatron_rl.run.start import ResumePoint
+from megatron_rl.runtime import disk
+from tests.e2e.toy import write_large_config, write_model
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Config]:
+    def config(*overrides: str) -> Config:
+        common = [
+            f"model.path={tmp_path / 'model'}",
+            "data.train=t",
+            "data.eval=e",
+            f"run_dir={tmp_path / 'run'}",
+            "precision=fp32",
+        ]
+        return validate(
+            Config,
+            compose("config", [*common, "model.make_vocab_divisible_by=1", *overrides]),
+            "test",
+        )
+
+    return config
+
+
+def test_the_room_for_a_checkpoint_and_the_export_is_looked_at_before(
+    config, tmp_path, monkeypatch, caplog
+):
+    write_large_config(tmp_path / "model")
+    arch, _ = read_architecture(tmp_path / "model")
+    parameters = facts.num_parameters(arch, 1)
+    assert 72e9 < parameters < 73e9
+    bf16 = ["precision=bf16"]
+    needed = parameters * (2 + 4 + 4 + 4) + parameters * 2
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: needed - 1)
+    said = (
+        r"run_dir = .*run: no space left .* one checkpoint takes 10\d\d.\d\d GB and the export 14\d"
+    )
+    with pytest.raises(ValueError, match=said) as caught:
+        preflight.check_before_build(config(*bf16), ResumePoint(None, 0), keep_reference=False)
+    assert "are free there; delete files, or give a run_dir on another disk" in str(caught.value)
+    preflight.check_before_build(
+        config(*bf16, "checkpoint.export_at_end=false"), ResumePoint(None, 0), keep_reference=False
+    )
+    assert "checkpoint.keep = 2 will fill the disk" in caplog.text
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 4 * needed)
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        preflight.check_before_build(config(*bf16), ResumePoint(None, 0), keep_reference=True)
+    assert caplog.text == ""
+
+
+def test_an_engine_that_cannot_be_built_is_refused(config, tmp_path, monkeypatch):
+    write_large_config(tmp_path / "model")
+    monkeypatch.setattr(requirements, "version", lambda name: "0.25.1")
+    with pytest.raises(ValueError, match=r"rollout: vllm 0\.25\.1 is installed"):
+        preflight.check_before_build(config(), ResumePoint(None, 0), keep_reference=False)
+
+
+def checkpoint(tmp_path: Path, **changes: object) -> Path:
+    arch, _ = read_architecture(write_model(tmp_path / "model"))
+    info = facts.describe(arch, "float32", distributed_optimizer=True, reference=False)
+    path = tmp_path / "checkpoints" / "step_000001"
+    (directory.begin(path) / "weights").write_bytes(b"x")
+    directory.finish(path, info | changes)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "reference", "why"),
+    [
+        ({}, ["precision=bf16"], False, "precision.params is 'float32' there and 'bfloat16' here"),
+        (
+            {},
+            ["parallel.distributed_optimizer=false"],
+            False,
+            "parallel.distributed_optimizer is True there",
+        ),
+        ({}, [], True, "it holds no reference weights"),
+        ({"format": 0}, [], False, "format is 0 there and 1 here"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_its_manifest(
+    config, tmp_path, changes, overrides, reference, why
+):
+    start = ResumePoint(checkpoint(tmp_path, **changes), 1)
+    with pytest.raises(ValueError, match=f"step_000001 does not fit this run: .*{why}"):
+        preflight.check_before_build(config(*overrides), start, keep_reference=reference)
+
+
+def test_a_checkpoint_that_fits_passes(config, tmp_path):
+    preflight.check_before_build(
+        config(), ResumePoint(checkpoint(tmp_path), 1), keep_reference=False
+    )
+
+
+def test_wandb_online_without_a_key_is_said_in_one_line_and_without_network(
+    config, tmp_path, monkeypatch
+):
+    online = config("logging.wandb=online")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(
+        ValueError,
+        match=r"logging.wandb = online: no key of an account is set here; set WANDB_API_KEY",
+    ):
+        preflight._check_wandb(online)
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(ValueError, match=r"logging.wandb = online: .*invalid.*set WANDB_API_KEY"):
+        preflight._check_wandb(online)
+    preflight._check_wandb(config("logging.wandb=offline"))
