@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "megatron_rl"
 HERE = "test_cuda_answers.py"
 # Place -> the file below tests/unit that runs it with the answer yes.
 ANSWERED = {
-    "engine.arguments:engine_arguments": "engine/test_engine_calls.py",
+    "engine.arguments:_of_the_device": "engine/test_engine_calls.py",
     "engine.engine:VllmEngine.__init__": "engine/test_engine_calls.py",
     "engine.engine:VllmEngine._build": "engine/test_engine_calls.py",
     "engine.requirements:check_start": "engine/test_requirements.py",
