@@ -157,7 +157,7 @@ def _say_what_is_left(trials: Sequence[Trial], outcome: SweepOutcome) -> None:
     if outcome.elsewhere:
         print(f"running elsewhere: {', '.join(outcome.elsewhere)}; {again}", flush=True)
     if outcome.stopped:
-        print(f"stopped on request: {', '.join(outcome.stopped)}; {again}", flush=True)
+        print(f"stopped on request: {', '.join(sorted(outcome.stopped))}; {again}", flush=True)
     failed = [trial for trial in trials if trial.name in outcome.failed]
     for trial in failed:
         print(f"{trial.folder}: {outcome.failed[trial.name]}", file=sys.stderr)
