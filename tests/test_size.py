@@ -35,6 +35,7 @@ ENVIRONMENT_READERS = {
         "handed on to a child process, with the path to this package added"
     ),
     "megatron_rl/runtime/guard/parent.py": "whether this process is of a server that `serve` made",
+    "megatron_rl/runtime/joint_group.py": "what NCCL does at an error, set while a group is made",
     "megatron_rl/sweep.py": "the GPUs of this process, to share them among the runs of a sweep",
     "megatron_rl/sweeping/running.py": "handed on to the runs of a sweep, child processes",
     "megatron_rl/serve.py": "handed on to the server, a child process",

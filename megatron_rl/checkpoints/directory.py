@@ -89,7 +89,6 @@ def publish(path: Path) -> None:
 
 
 def _give_name(path: Path) -> None:
-    partial = path.with_name(path.name + PARTIAL)
     replaced = path.with_name(path.name + _REPLACED)
     # A folder cannot be renamed onto one that has files. A writer that dies between the two renames
     # leaves no folder of this name: ``clean`` gives the older one its name back.
@@ -97,7 +96,7 @@ def _give_name(path: Path) -> None:
         if replaced.exists():
             shutil.rmtree(replaced)
         path.rename(replaced)
-    partial.rename(path)
+    path.with_name(path.name + PARTIAL).rename(path)
     to_disk(path.parent)
     if replaced.exists():
         shutil.rmtree(replaced)

@@ -91,12 +91,18 @@ def engine_arguments(
         arguments["max_num_seqs"] = config.max_num_seqs
     if config.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    return arguments | _of_the_device(config, max_tokens)
+
+
+def _of_the_device(config: RolloutConfig, max_tokens: int) -> dict[str, Any]:
     if torch.cuda.is_available():
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = config.sleep_level > 0
-    else:
-        # A chunked prefill draws a token, drops it, and rewinds the generator, which CPU
-        # generators cannot do. So a whole prompt must fit into one batch.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(max_tokens, _BATCHED_TOKENS)
-    return arguments
+        return {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": config.sleep_level > 0,
+        }
+    # A chunked prefill draws a token, drops it, and rewinds the generator, which CPU generators
+    # cannot do. So a whole prompt must fit into one batch.
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_tokens, _BATCHED_TOKENS),
+    }

@@ -21,11 +21,7 @@ class WandbRun:
     """Logs to the wandb run of a folder: a start that continues writes to the same one."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: Config,
-        record: Mapping[str, Any],
-        earlier: Sequence[Row] = (),
+        self, run_dir: Path, config: Config, record: Mapping[str, Any], earlier: Sequence[Row] = ()
     ) -> None:
         """Opens it, by ``config.logging``.
 

@@ -28,12 +28,7 @@ from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import archive_rows, replace_text
-from megatron_rl.reporting.sinks import (
-    ConsoleLine,
-    Metrics,
-    MetricsFile,
-    tensorboard_writer,
-)
+from megatron_rl.reporting.sinks import ConsoleLine, Metrics, MetricsFile, tensorboard_writer
 from megatron_rl.reporting.wandb_run import WandbRun
 from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.run.best import Scores

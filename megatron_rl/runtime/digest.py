@@ -12,7 +12,6 @@ from torch import Tensor
 
 _ROW_WORDS = 512
 ROW_BYTES = 8 * _ROW_WORDS
-PIECE_BYTES = 1 << 19  # what a core's cache keeps between two uses
 _FILE_CHUNK_BYTES = 1 << 20
 
 Kind = Literal["hash", "sums"]
@@ -85,14 +84,6 @@ def word_sums(data: Tensor) -> Tensor:
     row_sums = words.sum(1).view(torch.uint8)
     column_sums = words.sum(0).view(torch.uint8)
     return torch.cat([row_sums, column_sums, data[whole:]])
-
-
-def piece_bytes(size: int, kind: Kind) -> int:
-    """How much of ``size`` bytes to read at a time.
-
-    For a hash what fits the cache of a core; for sums everything, in few kernels.
-    """
-    return PIECE_BYTES if kind == "hash" else max(1, size)
 
 
 def quick_digest(tensor: Tensor, kind: Kind) -> str:

@@ -26,7 +26,7 @@ def compare(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Collective: every bucket arrived as it was sent. ``messages``, ``checksums``: the buckets
-    that this rank sent or was sent, and the checksums of their pieces, on the host.
+    that this rank sent or was sent, and their checksums, on the host.
 
     One digest a stream is exchanged when all is well; those of its buckets only when it differs at
     the two ends.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_rl.errors import LostPeerError
 from megatron_rl.protocols import Parameters
-from megatron_rl.runtime.digest import Kind, kind_on
-from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpack
+from megatron_rl.runtime.digest import Kind, checksum, kind_on
+from megatron_rl.weight_sync.buckets import pack, strided, unpack
 from megatron_rl.weight_sync.checks import compare
 from megatron_rl.weight_sync.collectives import raise_everywhere
 from megatron_rl.weight_sync.failure import HALF_UPDATED
@@ -30,8 +30,8 @@ class TransportReport:
     """What one run moved on this rank, in bytes; ``peak_staging_bytes``: size of the send and
     receive buffers.
 
-    ``checksums``: of the pieces of every bucket, one after the other, as it left or arrived here,
-    if requested; on the host, or on their way there.
+    ``checksums``: of every bucket as it left or arrived here, if requested; on the host, or on the
+    way there.
     """
 
     bytes_sent: int
@@ -323,19 +323,21 @@ class _TransportRun:
             self.received += message.size
 
     def packed(self, message: Message, buffer: Tensor) -> None:
-        sums = RunningChecksum(buffer, self.transport.kind) if self.checked else None
         if message.passed_on:  # from where it was written to a round ago
-            pack(message, self.target, buffer, sums, self.done)
+            pack(message, self.target, buffer, self.done)
         else:
-            pack(message, self.source, buffer, sums)
-        if sums is not None:
-            self.checksums[message.bucket] = sums.result()
+            pack(message, self.source, buffer, lambda key: None)
+        self.keep_checksum(message, buffer)
 
     def unpacked(self, message: Message, buffer: Tensor) -> None:
-        sums = RunningChecksum(buffer, self.transport.kind) if self.checked else None
-        unpack(message, buffer, self.target, self.done, sums)
-        if sums is not None:
-            self.checksums[message.bucket] = sums.result()
+        self.keep_checksum(message, buffer)
+        unpack(message, buffer, self.target, self.done)
+
+    def keep_checksum(self, message: Message, buffer: Tensor) -> None:
+        if self.checked:
+            sums = checksum(buffer, self.transport.kind)
+            # From an accelerator without waiting for it: ``Transport.compare`` does.
+            self.checksums[message.bucket] = sums.to("cpu", non_blocking=True)
 
     def failure(self, step: Round, error: RuntimeError) -> LostPeerError:
         messages = [f"to rank {message.peer}: {message.contents}" for message in step.sends]

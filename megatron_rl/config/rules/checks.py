@@ -11,11 +11,7 @@ from megatron_rl.config.data_names import data_problems, entries, weight_problem
 from megatron_rl.config.model_config import model_sizes
 from megatron_rl.config.rules.engine_checks import engine_side, replica_problems
 from megatron_rl.config.rules.hardware import Machine, machine_problems
-from megatron_rl.config.rules.layout_rules import (
-    model_problems,
-    replica_ranks,
-    world_problems,
-)
+from megatron_rl.config.rules.layout_rules import model_problems, replica_ranks, world_problems
 from megatron_rl.config.rules.source_rules import source_problems
 from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
 from megatron_rl.errors import ConfigError

@@ -20,10 +20,7 @@ _BLOCK_TOKENS = {"cpu": 128, "gpu": 16}  # tokens of one block of the cache, as 
 
 
 def check_evaluation(
-    config: Config,
-    world_size: int,
-    machine: Machine,
-    architectures: Collection[str] | None = None,
+    config: Config, world_size: int, machine: Machine, architectures: Collection[str] | None = None
 ) -> None:
     """``check`` for an engine that answers held-out prompts, without a policy.
 
@@ -38,10 +35,7 @@ def check_evaluation(
 
 
 def engine_side(
-    config: Config,
-    world_size: int,
-    machine: Machine | None,
-    architectures: Collection[str] | None,
+    config: Config, world_size: int, machine: Machine | None, architectures: Collection[str] | None
 ) -> tuple[list[str], dict[str, Any] | None]:
     """Problems of a program that asks a model, with or without training, and the model's
     ``config.json``; None where it cannot be read."""

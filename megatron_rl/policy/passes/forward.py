@@ -183,11 +183,13 @@ class Passes:
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
         last stage)."""
-        lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
-        told = self.ranks.pipeline == 1 or self.chunks[0].config.variable_seq_lengths
-        assert told or len(lengths) == 1, (
-            f"pipeline stages expect micro-batches of one length: {lengths}"
-        )
+        length = 0  # without a pipeline megatron does not ask, and none need be packed for it
+        if self.ranks.pipeline > 1:
+            lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
+            assert self.chunks[0].config.variable_seq_lengths or len(lengths) == 1, (
+                f"pipeline stages expect micro-batches of one length: {lengths}"
+            )
+            length = max(lengths)
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, outputs=outputs)
         with torch.set_grad_enabled(backward):
@@ -197,7 +199,7 @@ class Passes:
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
                 # megatron divides by the context ranks
-                seq_length=max(lengths) * self.ranks.context,
+                seq_length=length * self.ranks.context,
                 micro_batch_size=1,
                 forward_only=not backward,
             )

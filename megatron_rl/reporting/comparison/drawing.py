@@ -105,11 +105,7 @@ def _draw_median(axes: Axes, band: Band, order: int, num_marks: int) -> None:
     # 70 steps, 7 marks: the first variant has its marks at 0, 10, 20, ..., the next at 2, 12, ...
     every = max(1, len(band.x) // num_marks)
     axes.plot(
-        band.x,
-        band.median,
-        **style_of(order),
-        markersize=4.5,
-        markevery=(order * 2 % every, every),
+        band.x, band.median, **style_of(order), markersize=4.5, markevery=(order * 2 % every, every)
     )
 
 

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from math import floor, isfinite, log10
 from pathlib import Path
 
-from megatron_rl.reporting.comparison.runs import (
-    ABSENT,
-    CONFIG,
-    CURVES,
-    METRICS,
-    SAMPLES,
-    Run,
-)
+from megatron_rl.reporting.comparison.runs import ABSENT, CONFIG, CURVES, METRICS, SAMPLES, Run
 from megatron_rl.reporting.comparison.scores import VariantScore, compare, cost, score
 from megatron_rl.reporting.comparison.variants import (
     Variant,

@@ -2,11 +2,10 @@
 
 import pytest
 
-from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.source_rules import source_problems
-from megatron_rl.config.schema import Config
+from tests.unit.config.made_configs import config
 
-PATHS = ["model.path=/m", "data.train=/a", "data.eval=/b", "precision=fp32", "rollout=vllm_cpu"]
+PATHS = ["precision=fp32", "rollout=vllm_cpu"]
 CORRECTED = ["method.mismatch.kind=tis", "method.mismatch.cap=2.0"]
 STAGES = [
     "rollout.response_stages=[{from_step: 1, max_response_tokens: 8},"
@@ -18,8 +17,7 @@ PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
 
 def problems(*overrides: str) -> list[str]:
-    config = validate(Config, compose("config", [*PATHS, *overrides]), "the test")
-    return list(source_problems(config))
+    return list(source_problems(config(*PATHS, *overrides)))
 
 
 @pytest.mark.parametrize(
