@@ -30,22 +30,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # No option may begin as one of torchrun's does (--run): its parser reads all words.
+    add = parser.add_argument
     words = "at most one run_dir of a training, and settings"
-    parser.add_argument("words", nargs="*", metavar="RUN | key=value", help=words)
-    parser.add_argument(
-        "--steps",
-        metavar="STEPS",
-        help="of RUN: last (default), all (with step 0, its model) or numbers, 0,20,40",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="default RUN/evaluation or runs/evaluation"
-    )
-    parser.add_argument(
-        "--prompts-at-a-time",
-        type=_positive,
-        metavar="N",
-        help="whose responses go to the disk together; default: what fills the engines 8 times",
-    )
+    add("words", nargs="*", metavar="RUN | key=value", help=words)
+    steps = "of RUN: last (default), all (with step 0, its model) or numbers, 0,20,40"
+    add("--steps", metavar="STEPS", help=steps)
+    out = "default RUN/evaluation or runs/evaluation"
+    add("--out", type=Path, metavar="DIR", help=out)
+    portion = "whose responses go to the disk together; default: what fills the engines 8 times"
+    add("--prompts-at-a-time", type=_positive, metavar="N", help=portion)
     add_root(parser, "of a model alone: a RUN has its own settings")
     add_plugin_option(parser)
     return parser.parse_intermixed_args(argv)

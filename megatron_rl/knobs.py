@@ -11,7 +11,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -36,10 +36,6 @@ class Piece(BaseModel):
 class Named(Piece):
     """One choice among several; ``name`` says which, the other fields are its knobs."""
 
-    # What a rollout hook does beside the responses that are there, see ``trainer.resampling``.
-    resamples: ClassVar[bool] = False
-    changes_temperature: ClassVar[bool] = False
-
     name: str
 
     @property
@@ -48,15 +44,15 @@ class Named(Piece):
 
 
 class Choices(dict[str, Any]):
-    """The entries of one kind of choice, by name."""
+    """The entries of one kind of choice, by name; each has a ``schema``."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
 
     def schema(self, name: str) -> type[Named]:
-        """What the configuration checks the knobs of ``name`` by: its entry."""
-        return self[name]
+        """What the configuration checks the knobs of ``name`` by."""
+        return self[name].schema
 
 
 def _refusal(key: tuple[Any, ...], value: Any, message: str) -> InitErrorDetails:
@@ -163,45 +159,8 @@ def by_key(table: Choices) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def register_piece(
-    table: Choices, name: str, function: Callable[..., Any], positional: Sequence[str]
-) -> type[Named]:
-    """Enters ``name`` into a table of schemas, with the knobs that ``function`` declares; see
-    ``new_schema``."""
-    table[name] = new_schema(table, name, function, positional)
-    return table[name]
-
-
 def new_schema(
     table: Choices, name: str, function: Callable[..., Any], positional: Sequence[str]
-) -> type[Named]:
-    """The knobs that ``function`` declares, as the configuration checks them.
-
-    Args:
-        positional: the arguments the caller passes, by their usual names; the function may call
-            them otherwise.
-
-    Raises:
-        RegistrationError: ``table`` has the name, or the signature is not of this form.
-    """
-    kind = table.what
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RegistrationError(
-            f"{kind} {name!r}: a name is lower-case letters, digits and underscores, e.g. "
-            f"my_{kind.split()[-1]}"
-        )
-    if name in table:
-        owner = table.schema(name).__module__
-        built_in = owner.startswith("megatron_rl.")
-        whose = "a built-in" if built_in else f"already registered by {owner}"
-        raise RegistrationError(f"{kind} {name!r} is {whose}; give yours another name")
-    schema = knob_class(f"{kind} {name}", name, function, positional)
-    schema.__module__ = function.__module__
-    return schema
-
-
-def knob_class(
-    subject: str, name: str, function: Callable[..., Any], positional: Sequence[str]
 ) -> type[Named]:
     """A strict schema with one field for each keyword-only argument of ``function``.
 
@@ -209,9 +168,15 @@ def knob_class(
     with ``name = "clipped"`` and ``limit: float = 2.0``; an argument without a default must be set
     in the yaml.
 
+    Args:
+        positional: the arguments the caller passes, by their usual names; the function may call
+            them otherwise.
+
     Raises:
-        RegistrationError: names ``subject`` and the argument that cannot be a knob.
+        RegistrationError: ``table`` has the name, or an argument cannot be a knob.
     """
+    _check_name(table, name)
+    subject = f"{table.what} {name}"
     if not inspect.isfunction(function):  # knobs are read from its signature and annotations
         raise RegistrationError(f"{subject}: {function!r} is no plain function; write one by def")
     parameters = list(inspect.signature(function).parameters.values())
@@ -232,8 +197,9 @@ def knob_class(
         _check_knob_name(subject, knob.name)
         default = ... if knob.default is knob.empty else knob.default
         fields[knob.name] = (types[knob.name], default)
+    title = name.title().replace("_", "")
     try:
-        return create_model(name.title().replace("_", ""), __base__=_Declared, **fields)
+        return create_model(title, __base__=_Declared, __module__=function.__module__, **fields)
     except PydanticUserError as error:
         raise RegistrationError(
             f"{subject}: a knob has a type that a yaml cannot hold ({first_line(error)}); "
@@ -241,8 +207,22 @@ def knob_class(
         ) from error
 
 
+def _check_name(table: Choices, name: str) -> None:
+    kind = table.what
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise RegistrationError(
+            f"{kind} {name!r}: a name is lower-case letters, digits and underscores, e.g. "
+            f"my_{kind.split()[-1]}"
+        )
+    if name in table:
+        owner = table.schema(name).__module__
+        built_in = owner.startswith("megatron_rl.")
+        whose = "a built-in" if built_in else f"already registered by {owner}"
+        raise RegistrationError(f"{kind} {name!r} is {whose}; give yours another name")
+
+
 def _check_knob_name(subject: str, knob: str) -> None:
-    reserved = hasattr(BaseModel, knob) or knob in {"name", "knobs", *Named.__class_vars__}
+    reserved = hasattr(BaseModel, knob) or knob in {"name", "knobs"}
     if reserved or knob.startswith(("model_", "_")):
         raise RegistrationError(f"{subject}: a knob cannot be called {knob}; give it another name")
 

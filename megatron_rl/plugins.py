@@ -30,12 +30,9 @@ _sources: dict[str, str] = {}  # plug-in -> SHA-256 of its file
 
 def add_plugin_option(parser: argparse.ArgumentParser, when: str = "imported first") -> None:
     """``--plugin``, which may be repeated; ``when``: what becomes of it."""
+    text = f"your own code, {when}; see examples/plugins"
     parser.add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="MODULE_OR_FILE",
-        help=f"your own code, {when}; see examples/plugins",
+        "--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=text
     )
 
 
@@ -94,7 +91,8 @@ def _import_source(name: str, origin: str) -> ModuleType:
         return _import_file(Path(name).resolve())
     except RegistrationError as error:
         raise ValueError(f"{origin} = {name}: {error}") from error
-    except Exception as error:
+    # A program that is no module ends the process at its end, or where it reads its arguments.
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{origin} = {name}: cannot be imported ({named(error)}){place(error)}; "
             "give a module that Python can import, or the path of a .py file"
@@ -140,7 +138,7 @@ def import_function(spec: str, key: str) -> Any:
     function = getattr(_import_source(source, key), name, None)
     if function is None:
         raise ValueError(
-            f"{key} = {spec}: {source} has no {name!r}; correct the name behind the colon"
+            f"{key} = {spec}: {source} has no {name!r}; correct the name after the colon"
         )
     if not callable(function):
         raise ValueError(f"{key} = {spec}: is no function; name one that can be called")

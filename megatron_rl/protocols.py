@@ -229,7 +229,9 @@ class WholeWeightSink(Protocol):
         version: int,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        """See ``RolloutEngine``."""
+        """Replaces all weights by HF-named whole tensors; drops caches computed with the old ones.
+        ``confirm`` is called before the weights count as ``version``. An exception in the middle,
+        also of ``confirm``, leaves the engine unusable and it says so."""
 
 
 class WeightSource(Protocol):
@@ -320,7 +322,7 @@ class Generator(Protocol):
         """By request id, of every response that is open, its tokens since it was submitted."""
 
 
-class RolloutEngine(Generator, Protocol):
+class RolloutEngine(Generator, WholeWeightSink, Protocol):
     """The sampler. ``score``, syncs and sleep want an engine in which no response is open."""
 
     def score(
@@ -329,17 +331,6 @@ class RolloutEngine(Generator, Protocol):
         """Logprob at temperature 1, not truncated, of every token but the first of each sequence,
         on every rank of the replica. Leaves no trace in what is generated later. ``images``: of
         each sequence, in the order of their places; empty: none has any."""
-
-    def load_weights(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        version: int,
-        confirm: Callable[[], None] | None = None,
-    ) -> None:
-        """Replace all weights by HF-named whole tensors; drop caches computed with the old ones.
-        ``confirm`` is called before the weights count as ``version``. An exception in the middle,
-        also of ``confirm``, leaves the engine unusable and it says so.
-        """
 
     def sleep(self) -> None:
         """Free what training needs (a no-op where the build cannot)."""

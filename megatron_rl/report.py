@@ -1,4 +1,4 @@
-"""Runs beside each other: one page with tables, curves and samples.
+"""A comparison of runs: one page with tables, curves and samples.
 
     python -m megatron_rl.report runs/ablation --out runs/ablation/report
     python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo
@@ -24,31 +24,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="holds runs, at any depth"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="is made; gets the report"
-    )
-    parser.add_argument(
-        "--baseline",
-        metavar="LABEL",
-        help="what the others are compared with (default: method grpo, else the first variant)",
-    )
-    parser.add_argument(
-        "--metric",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY",
-        help=f"keys of metrics.jsonl to compare by, a table each (default {DEFAULT_METRIC})",
-    )
-    parser.add_argument("--title", help="default: the names of the folders")
-    parser.add_argument(
-        "--no-links",
-        action="store_true",
-        help="without links to the files of the runs: a report to be passed on without them",
-    )
+    add = parser.add_argument
+    add("folders", nargs="+", type=Path, metavar="DIR", help="holds runs, at any depth")
+    out = "is made; gets the report"
+    add("--out", type=Path, required=True, metavar="FOLDER", help=out)
+    baseline = "what the others are compared with (default: method grpo, else the first variant)"
+    add("--baseline", metavar="LABEL", help=baseline)
+    metric = f"keys of metrics.jsonl to compare by, a table each (default {DEFAULT_METRIC})"
+    add("--metric", nargs="+", action="extend", default=[], metavar="KEY", help=metric)
+    add("--title", help="default: the names of the folders")
+    no_links = "without links to the files of the runs: a report to be passed on without them"
+    add("--no-links", action="store_true", help=no_links)
     return parser.parse_args(argv)
 
 
@@ -84,15 +70,11 @@ def run(options: argparse.Namespace) -> str:
     variants = [baseline, *(variant for variant in variants if variant is not baseline)]
     keys = {key for run in found.runs for row in (*run.rows, *run.evaluation) for key in row}
     metrics = _metrics(options.metric, keys)
+    links = not options.no_links
     title = options.title or " + ".join(folder.resolve().name for folder in options.folders)
     try:
         summary, notes = write_report(
-            variants,
-            metrics,
-            options.out,
-            title=title,
-            problems=found.problems,
-            with_links=not options.no_links,
+            variants, metrics, options.out, title=title, problems=found.problems, with_links=links
         )
     except OSError as error:
         raise ValueError(

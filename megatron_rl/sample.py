@@ -28,17 +28,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings, e.g. rollout.dtype=float32"
-    )
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="may be repeated"
-    )
-    parser.add_argument("--num-prompts", type=int, default=4, help="of data.eval (default 4)")
-    parser.add_argument("--responses", type=int, default=1, help="per prompt (default 1)")
-    parser.add_argument("--temperature", type=float, help="default: that of the evaluation")
-    parser.add_argument("--max-tokens", type=int, help="default: rollout.max_response_tokens")
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE")
+    settings = "settings, e.g. rollout.dtype=float32"
+    add("overrides", nargs="*", metavar="key=value", help=settings)
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    add("--num-prompts", type=int, default=4, help="of data.eval (default 4)")
+    add("--responses", type=int, default=1, help="per prompt (default 1)")
+    add("--temperature", type=float, help="default: that of the evaluation")
+    add("--max-tokens", type=int, help="default: rollout.max_response_tokens")
     add_plugin_option(parser)
     return parser.parse_intermixed_args(argv)
 

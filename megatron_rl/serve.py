@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -59,11 +58,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         load_plugins(options.plugin)
         values = compose(root.config_name, options.overrides, root.config_dir)
         config = validate(Config, values, "the configuration")
+        if not config.source.is_servers:
+            raise ValueError("source: this run has engines of its own; servers need source=servers")
+        if not (0 <= options.port < 2**16 and options.lease_s > 0):
+            raise ValueError(
+                f"--port {options.port} --lease-s {options.lease_s:g}: a port is 0 (a free one) to"
+                " 65535, a lease above 0"
+            )
         # Deferred until the configuration is valid: importing torch takes seconds.
-        from megatron_rl.engine.serving.server import Address, serve
+        from megatron_rl.engine.serving.server import serve
 
-        address = Address(options.host, options.port, options.lease_s)
-        serve(config, Path(config.run_dir), address, os.environ, multimodal(config))
+        serve(
+            config,
+            host=options.host,
+            port=options.port,
+            lease_s=options.lease_s,
+            environment=os.environ,
+            multimodal=multimodal(config),
+        )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -15,12 +15,15 @@ at equal seed with 95 % intervals. Exit code 1 when a run failed.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from megatron_rl.config.cli.command_line import Root, add_root, handed_on, root_of
 from megatron_rl.errors import close_names, did_you_mean
@@ -49,7 +52,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nproc", type=int, required=True, help=nproc)
     parallel = (
         "runs at a time: here 1 unless given, with several each gets its share of the GPUs;\n"
-        "of a Slurm array as many as there is room for unless given"
+        "of a Slurm array as many as fit unless given"
     )
     add("--parallel", type=int, metavar="N", help=parallel)
     metric = f"metric of the table at the end, may be repeated (default {_SCORE})"
@@ -141,7 +144,9 @@ def _run_here(options: argparse.Namespace, trials: Sequence[Trial], words: Seque
     own = [trial for trial in trials if not trial.same_as]
     parallel = min(options.parallel or 1, len(own))
     command = partial(commands.local, nproc=options.nproc, options=words)
-    outcome = Runner(command, shares(parallel, options.nproc)).run(own)
+    cores = len(os.sched_getaffinity(0))
+    machine = shares(parallel, options.nproc, os.environ, torch.cuda.device_count(), cores)
+    outcome = Runner(command, machine).run(own)
     print(summary(trials, outcome.done, options.metric or [_SCORE]), flush=True)
     _say_what_is_left(own, outcome)
     return int(bool(outcome.failed))
@@ -152,7 +157,7 @@ def _say_what_is_left(trials: Sequence[Trial], outcome: SweepOutcome) -> None:
     if outcome.elsewhere:
         print(f"running elsewhere: {', '.join(outcome.elsewhere)}; {again}", flush=True)
     if outcome.stopped:
-        print(f"stopped on request: {', '.join(outcome.stopped)}; {again}", flush=True)
+        print(f"stopped on request: {', '.join(sorted(outcome.stopped))}; {again}", flush=True)
     failed = [trial for trial in trials if trial.name in outcome.failed]
     for trial in failed:
         print(f"{trial.folder}: {outcome.failed[trial.name]}", file=sys.stderr)

@@ -56,8 +56,9 @@ def run(options: argparse.Namespace) -> None:
     from megatron_rl.policy.hardware import this_machine
 
     check(config, world.size, this_machine(), FAMILIES)
-    from megatron_rl.run.start import STACKS, finished_already
+    from megatron_rl.run.start import STACKS, finished_already, with_date
 
+    config = with_date(config, world)
     world.watch(config.trainer.stall_limit_s, Path(config.run_dir) / STACKS)
     if finished_already(config, world):
         return

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.engine.requirements import require_vllm
 from megatron_rl.runtime.device import device
+from megatron_rl.runtime.guard.parent import die_with_server
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.reshard import ReshardSync
 
@@ -27,6 +28,7 @@ def register() -> None:
     """Makes the backend ``megatron_rl`` known to vLLM. In a process of a version that is not
     supported the log says so, and vLLM refuses a start that asks for the backend; other starts do
     not need it."""
+    die_with_server()
     try:
         require_vllm()
     except ValueError as error:

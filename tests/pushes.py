@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.protocols import WeightSource
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight
 from megatron_rl.weight_sync.fleet.joint import JointSync, TrainingSide
-from megatron_rl.weight_sync.reshard import Plans
 
 
 class OneServer:
@@ -26,10 +23,8 @@ class OneServer:
         in_flight: InFlight = "wait",
         device: str = "cpu",
         secret: str = "",
-        plans: Plans | None = None,
     ) -> None:
-        known = {} if plans is None else plans
-        side = TrainingSide(source, world, options, in_flight, torch.device(device), secret, known)
+        side = TrainingSide(source, world, secret, options, in_flight, device)
         self.joint = JointSync(side, {"": server})
         self.plan = self.joint.plan
 

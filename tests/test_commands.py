@@ -288,7 +288,7 @@ def test_the_server_and_the_push(place, tmp_path):
         said = start(
             place,
             PUSH,
-            Run(instead={"http://127.0.0.1:8000": url}, shows=r"bytes \(least possible: \d+\) in"),
+            Run(instead={"http://127.0.0.1:8000": url}, shows=r"\d+ bytes, the least possible, in"),
             tmp_path,
         )
     assert "Traceback" not in said

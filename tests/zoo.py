@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from megatron_rl.passes import TokenScores
 
 if TYPE_CHECKING:
+    from megatron_rl.config.schema import Config
     from megatron_rl.policy.megatron_policy import MegatronPolicy
 
 SMALL: dict[str, Any] = dict(
@@ -165,6 +166,31 @@ def of_all_rows(scores: TokenScores) -> TokenScores:
     return scores.map(total)
 
 
+def configured(path: Path, *overrides: str) -> Config:
+    """The configuration of a run with this model, without data."""
+    from megatron_rl.config.load import compose, validate
+    from megatron_rl.config.schema import Config
+
+    values = compose("config", [f"model.path={path}", "data.train=-", "data.eval=-", *overrides])
+    return validate(Config, values, "test")
+
+
+def configured_policy(run: Config, tokens: int = 128, **settings: Any) -> MegatronPolicy:
+    """``tokens``: of a micro-batch and, at the most, of a sequence; ``settings``: more fields."""
+    from megatron_rl.policy.megatron_policy import MegatronPolicy
+    from megatron_rl.policy.settings import PolicySettings
+
+    fields: dict[str, Any] = dict(
+        temperature=1.0,
+        keep_reference=False,
+        total_optimizer_steps=10,
+        max_sequence_tokens=tokens,
+        tokens_per_microbatch=tokens,
+    )
+    chosen = PolicySettings(**(fields | settings))
+    return MegatronPolicy(run.model, run.parallel, run.precision, run.optim, chosen)
+
+
 def build_policy(
     path: Path,
     layout: dict[str, Any],
@@ -176,26 +202,23 @@ def build_policy(
 ) -> MegatronPolicy:
     """The policy of a HF directory; ``layout``: what differs from one rank. ``settings`` may hold
     an ``optim``; the rest is of PolicySettings."""
+    from types import SimpleNamespace
+
     from megatron_rl.config.schema import ModelConfig
-    from megatron_rl.policy.megatron_policy import MegatronPolicy
-    from megatron_rl.policy.settings import PolicySettings
     from tests.numerics.policy_cases import optim, parallel, precision
 
-    fields: dict[str, Any] = dict(
-        temperature=1.0,
-        keep_reference=False,
-        total_optimizer_steps=10,
-        max_sequence_tokens=512,
-        tokens_per_microbatch=512,
-    )
     model = ModelConfig(
         path=str(path),
         make_vocab_divisible_by=make_vocab_divisible_by,
         freeze_vision=freeze_vision,
     )
-    adam = settings.pop("optim", None) or optim()
-    chosen = PolicySettings(**(fields | settings))
-    return MegatronPolicy(model, parallel(**layout), precision(params), adam, chosen)
+    run: Any = SimpleNamespace(
+        model=model,
+        parallel=parallel(**layout),
+        precision=precision(params),
+        optim=settings.pop("optim", None) or optim(),
+    )
+    return configured_policy(run, 512, **settings)
 
 
 def tiny_policy(

@@ -339,13 +339,13 @@ def make(options: argparse.Namespace) -> None:
     world.barrier()
 
 
-def main() -> None:
+def run(make: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
+    """Makes a model on all processes of the launch and ends them."""
     disable_progress_bar()
-    options = arguments()
     with reported():
         make(options)
     exit_process(0)
 
 
 if __name__ == "__main__":
-    main()
+    run(make, arguments())

@@ -25,7 +25,6 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
 )
-from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,9 +34,9 @@ from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
+from megatron_rl.runtime.launch import configure_logging, start
 from megatron_rl.types import Prompt
-from tools.make_toy_model import SPECIAL, build_policy, make_tokenizer, warm_up
+from tools.make_toy_model import SPECIAL, build_policy, make_tokenizer, run, warm_up
 
 SEEING = (
     *SPECIAL,
@@ -200,13 +199,5 @@ def make(options: argparse.Namespace) -> None:
     world.barrier()
 
 
-def main() -> None:
-    disable_progress_bar()
-    options = arguments()
-    with reported():
-        make(options)
-    exit_process(0)
-
-
 if __name__ == "__main__":
-    main()
+    run(make, arguments())

@@ -146,7 +146,6 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         correct=correct,
         group_ids=torch.arange(2).repeat_interleave(4),
         response_tokens=torch.ones(8, dtype=torch.int64),
-        truncated=~correct,
         columns={
             **dict.fromkeys(method.reads, ones),
             "progress": torch.tensor(0.5),

@@ -22,10 +22,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.checkpoints.part_writer import HELD_SHARE
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.rules.cache import token_bytes
 from megatron_rl.config.rules.checks import check
+from megatron_rl.config.rules.engine_checks import token_bytes
 from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Method
@@ -176,7 +175,7 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
         train_idle=idle_share(rows, data_ranks) if data_ranks > 1 else 0.0,
         sync=sync_of(config, arch, cluster),
         checkpoint_seconds=checkpoint_seconds(config, stages, cluster),
-        checkpoint_waits=1 - HELD_SHARE if config.checkpoint.background else 1.0,
+        checkpoint_waits=0.0 if config.checkpoint.background else 1.0,
     )
     engines = engines_of(config, arch, cluster, lengths, engine)
     return replace(page, rollout=rollout_of(config, lengths, engines, page))

@@ -130,7 +130,7 @@ def sync_words(sync: SyncForecast | str) -> str:
     if isinstance(sync, str):
         return f"not planned and not counted below: {sync}"
     return (
-        f"{sync.way}: {sync.across_gb:.1f} GB across nodes ({sync.node_ratio:.2f} of the least),"
+        f"{sync.way}: {sync.across_gb:.1f} GB across nodes (the least possible),"
         f" {sync.peers} peers of a rank at most: {sync.seconds:.2f} s"
         f" (least {sync.least_seconds:.2f})"
     )

@@ -1,17 +1,11 @@
-"""Figures of how code is written: lines, width, density, comments, sizes of functions.
+"""Figures of how much code there is: lines, width, comments.
 
     python tools/style_figures.py [FOLDER ...] [--packages]
 
 One row for each folder (megatron_rl where none is named); with --packages one for each of its
-subfolders, too. The table is Markdown, to be pasted into a record. What is counted:
-
-- lines are all lines of the files; a code line holds code: blank lines, comments on lines of their
-  own and docstrings (any statement that is a string) are none, and its width counts indentation;
-- a multi-assignment is ``a, b = x, y``; a swap, whose two sides hold the same expressions, is none,
-  and neither is the unpacking of one value (``a, b = pair``);
-- a nested comprehension has two ``for`` or holds a comprehension;
-- a function's lines run from ``def`` to its last statement; its parameters leave out self, cls,
-  ``*args`` and ``**kwargs``.
+subfolders, too. The table is Markdown, to be pasted into a record. Lines are all lines of the
+files; a code line holds code: blank lines, comments on lines of their own and docstrings (any
+statement that is a string) are none, and its width counts indentation.
 """
 
 from __future__ import annotations
@@ -21,36 +15,23 @@ import ast
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-WIDE_COLUMNS = 100
-LONG_LINES = 60
-MANY_PARAMETERS = 6
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# Rates per 1,000 code lines.
-RATES = ("multi-assignments", "nested comprehensions", "conditional expressions")
-LONG = f"functions > {LONG_LINES} lines"
-MANY = f"> {MANY_PARAMETERS} parameters"
 HEADINGS = (
     "folder",
     "files",
     "lines",
     "code lines",
     "width p75 / p90 / p99",
-    f"> {WIDE_COLUMNS} columns",
-    *RATES,
     "comment / code lines",
-    LONG,
-    MANY,
 )
 
 
 class Figures:
     """Counts of some files, and the widths of their code lines.
 
-    Example: ``a, b = 1, 2  # why`` is one code line 17 columns wide, one multi-assignment, and no
-    comment line.
+    Example: ``a, b = 1, 2  # why`` is one code line 17 columns wide, and no comment line.
     """
 
     def __init__(self) -> None:
@@ -62,7 +43,6 @@ class Figures:
         tree = ast.parse(source)
         strings: set[int] = set()  # numbers of the lines of strings that stand as statements
         for node in ast.walk(tree):
-            self.counts.update(habits(node))
             value = node.value if isinstance(node, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 strings.update(range(node.lineno, node.end_lineno + 1))
@@ -80,44 +60,14 @@ class Figures:
         """The cells of the table, in the order of ``HEADINGS``."""
         counts = self.counts
         num_lines = max(len(self.widths), 1)
-        wide_lines = sum(width > WIDE_COLUMNS for width in self.widths)
         return [
             name,
             str(counts["files"]),
             str(counts["lines"]),
             str(len(self.widths)),
             " / ".join(str(quantile(self.widths, share)) for share in (0.75, 0.9, 0.99)),
-            f"{100 * wide_lines / num_lines:.1f} %",
-            *(f"{1000 * counts[name] / num_lines:.1f}" for name in RATES),
             f"{counts['comments'] / num_lines:.3f}",
-            *(f"{counts[name]} / {counts['functions']}" for name in (LONG, MANY)),
         ]
-
-
-def habits(node: ast.AST) -> Iterator[str]:
-    """What is counted of one node of the syntax tree."""
-    if isinstance(node, ast.IfExp):
-        yield "conditional expressions"
-    elif isinstance(node, COMPREHENSIONS):
-        inside = (inner for inner in ast.walk(node) if inner is not node)
-        if len(node.generators) > 1 or any(isinstance(inner, COMPREHENSIONS) for inner in inside):
-            yield "nested comprehensions"
-    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-        targets = [target for target in node.targets if isinstance(target, ast.Tuple)]
-        if targets and _expressions(targets[0]) != _expressions(node.value):
-            yield "multi-assignments"
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        yield "functions"
-        if node.end_lineno - node.lineno + 1 > LONG_LINES:
-            yield LONG
-        positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-        first_is_free = positional[:1] in (["self"], ["cls"])
-        if len(positional) - first_is_free + len(node.args.kwonlyargs) > MANY_PARAMETERS:
-            yield MANY
-
-
-def _expressions(side: ast.Tuple) -> list[str]:
-    return sorted(ast.unparse(element) for element in side.elts)
 
 
 def quantile(values: Sequence[int], share: float) -> int:

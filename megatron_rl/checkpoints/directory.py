@@ -89,7 +89,6 @@ def publish(path: Path) -> None:
 
 
 def _give_name(path: Path) -> None:
-    partial = path.with_name(path.name + PARTIAL)
     replaced = path.with_name(path.name + _REPLACED)
     # A folder cannot be renamed onto one that has files. A writer that dies between the two renames
     # leaves no folder of this name: ``clean`` gives the older one its name back.
@@ -97,7 +96,7 @@ def _give_name(path: Path) -> None:
         if replaced.exists():
             shutil.rmtree(replaced)
         path.rename(replaced)
-    partial.rename(path)
+    path.with_name(path.name + PARTIAL).rename(path)
     to_disk(path.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
@@ -176,6 +175,14 @@ def check(path: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path}: {wrong}; choose another one, or delete it")
     info: dict[str, Any] = _manifest(path)["info"]
     return info
+
+
+def check_whole(path: Path) -> None:
+    """Reads all files; raises ValueError where one is not what was written."""
+    check(path)
+    wrong = damaged(path, file_names(path))
+    if wrong is not None:
+        raise ValueError(f"checkpoint {path}: {wrong}; choose another one, or delete it")
 
 
 def newest_valid(root: Path, below: int | None = None) -> Path | None:

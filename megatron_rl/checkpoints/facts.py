@@ -62,14 +62,12 @@ def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, An
     Raises:
         ValueError: they differ; names each difference.
     """
-    problems = []
-    for key in KEYS:
-        if written[key] != wanted[key]:
-            problems.append(f"{key} is {written[key]!r} there and {wanted[key]!r} here")
+    pairs = [(key, written[key], wanted[key]) for key in KEYS]
     for key, value in wanted["model"].items():
-        other = written["model"][key]
-        if other != value:
-            problems.append(f"the model's {key} is {other!r} there and {value!r} here")
+        pairs.append((f"the model's {key}", written["model"][key], value))
+    problems = [
+        f"{key} is {there!r} there and {here!r} here" for key, there, here in pairs if there != here
+    ]
     if wanted["reference"] and not written["reference"]:
         problems.append("it holds no reference weights, which the method needs")
     if problems:
@@ -102,10 +100,9 @@ def checkpoint_bytes(
     Example: 7.6e9 parameters in bfloat16 with float32 moments take 2 + 4 + 8 bytes each, 106 GB.
     """
     element = ITEM_BYTES[params]
-    has_master = element == 2 or distributed_optimizer
     bytes_each = element + 2 * ITEM_BYTES[moments]
-    if has_master:
-        bytes_each += ITEM_BYTES["float32"]
+    if element == 2 or distributed_optimizer:
+        bytes_each += ITEM_BYTES["float32"]  # masters
     if reference:
         bytes_each += element
     return parameters * bytes_each

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,9 +83,7 @@ class LayerTensor:
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the arrays that it is written to."""
-        if self.both:
-            return self.key, self.other_key
-        return (self.key,)
+        return (self.key, self.other_key) if self.both else (self.key,)
 
     @property
     def stateful(self) -> bool:
@@ -102,9 +101,7 @@ class LayerTensor:
     def location(self, key: str, dtype: torch.dtype) -> ArrayLocation:
         """Its place in the array ``[layers, experts, ...]``: one layer, one expert, and all of what
         follows."""
-        zeros = (0,) * len(self.shape)
-        ones = (1,) * len(self.place)
-        box = Box(self.place + zeros, ones + self.shape)
+        box = Box(self.place + (0,) * len(self.shape), (1,) * len(self.place) + self.shape)
         return ArrayLocation(key, self.extent + self.shape, dtype, (box,))
 
 
@@ -119,9 +116,8 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             own = f"decoder.layers.{name}"
             fused = f"decoder.layers.{_STORED_NAMES.get(name, name)}"
             both = name == _BEFORE_EXPERTS and arch.num_experts > 0
-            keys = (fused, own)  # the first is the one that is written, and looked for first
-            if both:
-                keys = (own, fused)
+            # The first is the one that is written, and looked for first.
+            keys = (own, fused) if both else (fused, own)
             yield LayerTensor(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
         else:
             key = f"decoder.layers.mlp.experts.experts.{name}"
@@ -207,34 +203,31 @@ class CheckpointReader:
         prefixed = any(key.startswith(nemo_format.PREFIX) for key in keys)
         self.prefix = nemo_format.PREFIX if prefixed else ""
 
-    def _array(self, item: LayerTensor) -> tuple[str, TensorStorageMetadata]:
-        for key in (self.prefix + item.key, self.prefix + item.other_key):
-            stored = self.metadata.state_dict_metadata.get(key)
-            if isinstance(stored, TensorStorageMetadata):
-                return key, stored
-        raise ValueError(
-            f"{self.path} holds no {item.key}; its config.json belongs to another model"
-        )
-
-    def array(self, item: LayerTensor) -> tuple[str, TensorStorageMetadata]:
+    def array(self, item: LayerTensor, *, any_rows: bool = False) -> tuple[str, Any]:
         """Key and description of the array that holds ``item``.
 
         Raises:
-            ValueError: there is none, or one of another shape.
+            ValueError: there is none, or (unless ``any_rows``) one of another shape.
         """
-        key, stored = self._array(item)
-        if tuple(stored.size) != item.extent + item.shape:
-            raise ValueError(
-                f"{self.path}: {key} has shape {tuple(stored.size)}, but config.json means"
-                f" {item.extent + item.shape}; give the config.json of this model"
-            )
-        return key, stored
+        for key in (self.prefix + item.key, self.prefix + item.other_key):
+            stored = self.metadata.state_dict_metadata.get(key)
+            if not isinstance(stored, TensorStorageMetadata):
+                continue
+            if tuple(stored.size) != item.extent + item.shape and not any_rows:
+                raise ValueError(
+                    f"{self.path}: {key} has shape {tuple(stored.size)}, but config.json means"
+                    f" {item.extent + item.shape}; give the config.json of this model"
+                )
+            return key, stored
+        raise ValueError(
+            f"{self.path} holds no {item.key}; its config.json belongs to another model"
+        )
 
     def vocab_rows(self, arch: Architecture) -> int:
         """Rows of the stored embedding, padding included."""
         every = layer_tensors(arch, arch.vocab_size)
         embedding = next(item for item in every if item.key == EMBEDDING.megatron)
-        return int(self._array(embedding)[1].size[0])
+        return int(self.array(embedding, any_rows=True)[1].size[0])
 
     def read(self, item: LayerTensor) -> Tensor:
         """The item. Raises ValueError as ``array`` does."""

@@ -27,20 +27,14 @@ TOKENIZER = "nemo_tokenizer"
 PREFIX = "module."  # of every key in weights/
 
 MODELS = "nemo.collections.llm.gpt.model"
-# Our family -> NeMo's file, model and configuration, and fields whose defaults there do not fit the
-# family.
-FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "llama": ("llama", "LlamaModel", "LlamaConfig", {}),
-    "qwen2": ("qwen2", "Qwen2Model", "Qwen2Config", {}),
-    "qwen3": ("qwen3", "Qwen3Model", "Qwen3Config", {}),
-    "qwen3_moe": ("qwen3", "Qwen3Model", "Qwen3MoEConfig", {}),
-    "mistral": (
-        "mistral",
-        "MistralModel",
-        "MistralConfig7B",
-        {"window_size": None, "cp_comm_type": None},
-    ),
-    "mixtral": ("mixtral", "MixtralModel", "MixtralConfig", {}),
+# Our family -> NeMo's model (in a file of that name) and configuration.
+FAMILIES = {
+    "llama": ("Llama", "LlamaConfig"),
+    "qwen2": ("Qwen2", "Qwen2Config"),
+    "qwen3": ("Qwen3", "Qwen3Config"),
+    "qwen3_moe": ("Qwen3", "Qwen3MoEConfig"),
+    "mistral": ("Mistral", "MistralConfig7B"),
+    "mixtral": ("Mixtral", "MixtralConfig"),
 }
 # NeMo's export to HF reads their field max_position_embeddings.
 _WITH_POSITIONS = ("Qwen3Config", "Qwen3MoEConfig", "MixtralConfig")
@@ -87,7 +81,8 @@ def model_call(arch: Architecture, hf: Any, dtype: torch.dtype, has_tokenizer: b
             f"NeMo 2 has no model for {arch.family!r}; it has {', '.join(sorted(FAMILIES))}. Use"
             " to-megatron instead"
         )
-    file, model, config, more = FAMILIES[arch.family]
+    model, config = FAMILIES[arch.family]
+    module = f"{MODELS}.{model.lower()}"
     if arch.rope_type == "llama3":
         if arch.family != "llama":
             raise ValueError(
@@ -108,8 +103,9 @@ def model_call(arch: Architecture, hf: Any, dtype: torch.dtype, has_tokenizer: b
         fp16=dtype == torch.float16,
         share_embeddings_and_output_weights=arch.tied_embeddings,
         **_rope(arch, hf),
-        **more,
     )
+    if arch.family == "mistral":  # defaults of theirs that do not fit the family
+        fields |= dict(window_size=None, cp_comm_type=None)
     if config in _WITH_POSITIONS:
         fields["max_position_embeddings"] = arch.max_positions
     if arch.num_experts:
@@ -119,15 +115,14 @@ def model_call(arch: Architecture, hf: Any, dtype: torch.dtype, has_tokenizer: b
             moe_ffn_hidden_size=arch.expert_ffn_hidden_size,
             moe_router_pre_softmax=False,
         )
-    arguments: dict[str, Any] = {"config": Call(Name(f"{MODELS}.{file}", config), fields)}
+    arguments: dict[str, Any] = {"config": Call(Name(module, config), fields)}
     if has_tokenizer:
         auto = Name(
             "nemo.collections.common.tokenizers.huggingface.auto_tokenizer", "AutoTokenizer"
         )
-        arguments["tokenizer"] = Call(
-            auto, {"pretrained_model_name": TOKENIZER, "trust_remote_code": False}
-        )
-    return Call(Name(f"{MODELS}.{file}", model), arguments)
+        named = {"pretrained_model_name": TOKENIZER, "trust_remote_code": False}
+        arguments["tokenizer"] = Call(auto, named)
+    return Call(Name(module, f"{model}Model"), arguments)
 
 
 def _rope(arch: Architecture, hf: Any) -> dict[str, Any]:
@@ -152,17 +147,12 @@ def has_tokenizer(source: Path) -> bool:
 def write_context(source: Path, context: Path, model: Call) -> None:
     """Writes ``context/`` for ``model``, with the tokenizer of the HF directory ``source``."""
     context.mkdir()
-    strategy = Call(
-        Name("nemo.lightning.pytorch.strategies.megatron_strategy", "MegatronStrategy"),
-        {"ckpt_save_optimizer": False},
-    )
-    trainer = Call(
-        Name("nemo.lightning.pytorch.trainer", "Trainer"),
-        {"accelerator": "cpu", "strategy": strategy, "devices": 1},
-    )
-    root = Call(
-        Name("nemo.lightning.io.pl", "TrainerContext"), {"model": model, "trainer": trainer}
-    )
+    megatron = Name("nemo.lightning.pytorch.strategies.megatron_strategy", "MegatronStrategy")
+    strategy = Call(megatron, {"ckpt_save_optimizer": False})
+    settings = {"accelerator": "cpu", "strategy": strategy, "devices": 1}
+    trainer = Call(Name("nemo.lightning.pytorch.trainer", "Trainer"), settings)
+    parts = {"model": model, "trainer": trainer}
+    root = Call(Name("nemo.lightning.io.pl", "TrainerContext"), parts)
     (context / "io.json").write_text(json.dumps(_fiddle(root)) + "\n", encoding="ascii")
     (context / "model.yaml").write_text(yaml.safe_dump(_yaml(model)), encoding="ascii")
     if "tokenizer" in model.arguments:
@@ -194,18 +184,17 @@ def _fiddle(root: Call) -> dict[str, Any]:
             return reference(value)
         if not isinstance(value, Call):
             return {"type": "leaf", "value": value}
-        items = [
-            [f"Attr(name='{name}')", add(part, f"{path}.{name}")]
-            for name, part in value.arguments.items()
-        ]
+        arguments = value.arguments.items()
+        items = [[f"Attr(name='{name}')", add(part, f"{path}.{name}")] for name, part in arguments]
         names = [[f"Index(index={index})", name] for index, name in enumerate(value.arguments)]
         empty = {**plain("dict", []), "metadata": plain("tuple", [])}
-        metadata = [
-            ["Attr(name='fn_or_cls')", reference(value.callee)],
-            ["Attr(name='argument_names')", plain("tuple", names)],
-            ["Attr(name='argument_tags')", empty],
-            ["Attr(name='argument_history')", empty],
-        ]
+        attributes = {
+            "fn_or_cls": reference(value.callee),
+            "argument_names": plain("tuple", names),
+            "argument_tags": empty,
+            "argument_history": empty,
+        }
+        metadata = [[f"Attr(name='{name}')", part] for name, part in attributes.items()]
         kind = reference(Name("fiddle._src.config", "BuildableTraverserMetadata"))
         objects[path] = {
             "type": reference(Name("fiddle._src.config", "Config")),
@@ -245,11 +234,11 @@ def check_config(path: Path, arch: Architecture) -> None:
         raise ValueError(
             f"{file} cannot be read ({first_line(error)}); copy the checkpoint again"
         ) from error
-    wrong = []
-    for theirs, value in there.items():
-        ours = getattr(arch, FIELDS[theirs])
-        if value != ours:
-            wrong.append(f"{theirs} is {value!r} there, {ours!r} in config.json")
+    wrong = [
+        f"{theirs} is {value!r} there, {getattr(arch, FIELDS[theirs])!r} in config.json"
+        for theirs, value in there.items()
+        if value != getattr(arch, FIELDS[theirs])
+    ]
     if wrong:
         raise ValueError(
             f"{file} describes another model: {'; '.join(wrong)}; give the config.json of this one"

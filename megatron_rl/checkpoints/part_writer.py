@@ -27,9 +27,6 @@ from megatron_rl.checkpoints.sealing import Receipt, StoredItem, receipt_path
 
 # Large enough for a disk; a power of 2, in which torch takes page-locked memory.
 BLOCK_BYTES = 2**25
-# Of a save that is not waited for: this part of a rank's share at a time, the rest when some is
-# written.
-HELD_SHARE = 0.85
 _NICENESS = 10  # of the threads; higher yields more, up to 19
 _ALIGNMENT = 16
 _BUFFER_BYTES = 1 << 20
@@ -108,6 +105,7 @@ class PartWriter:
         self._blocks = 0
         self._small_files: list[tuple[str, bytes]] = []
         self._receipt = Receipt()
+        self._device = torch.cuda.current_device() if settings.pinned else None
         self._queues: list[queue.SimpleQueue[_Block | None]] = []
         self._threads: list[threading.Thread] = []
         for number in range(settings.threads):
@@ -195,6 +193,10 @@ class PartWriter:
 
     def _work(self, blocks: queue.SimpleQueue[_Block | None], name: str) -> None:
         _yield_to_the_run()
+        if self._device is not None:
+            # A new thread is on device 0: waiting for an event there would open a context, half a
+            # GiB for each rank that has another device.
+            torch.cuda.set_device(self._device)
         try:
             with _HashedFile(self._folder / name) as file:
                 for block in iter(blocks.get, None):

@@ -115,10 +115,10 @@ class CheckpointSave:
         try:
             with disk.room_for(partial, self._num_bytes, f"the checkpoint {self.path.name}"):
                 raise error
+        except ValueError as raised:
+            return _SaveReport(False, str(raised), is_user=True)
         except Exception as raised:  # noqa: BLE001 (sent to all ranks, which raise it)
-            is_user = isinstance(raised, ValueError)
-            text = str(raised) if is_user else _named(raised)
-            return _SaveReport(False, text, is_user)
+            return _SaveReport(False, f"{type(raised).__name__}: {first_line(raised)}")
 
     def _seal(self) -> None:
         assert self._info is not None
@@ -129,7 +129,3 @@ class CheckpointSave:
                 self._sealed = True
         except Exception as error:  # noqa: BLE001 (raised by ``check``)
             self._error = error
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"

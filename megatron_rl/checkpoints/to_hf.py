@@ -32,6 +32,8 @@ def checkpoint_to_hf(
         ValueError: no checkpoint, or one that does not fit ``config``.
     """
     arch, _ = read_architecture(config)
+    if (source / directory.MANIFEST).is_file():  # of a training run, which says what is whole
+        directory.check_whole(source)
     partial = directory.begin(target)
     writer = ShardWriter(partial, max_file_bytes)
     digests: dict[str, str] = {}

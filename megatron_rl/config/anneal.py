@@ -26,12 +26,5 @@ class AnnealConfig(Piece):
         """That of a run; None where it is off."""
         if self.start is None:
             return None
-        return Annealing(
-            start=self.start,
-            end=self.end,
-            decay_tokens=self.decay_tokens,
-            plain_tokens=self.plain_tokens,
-            decay_growth=self.decay_growth,
-            decay_limit=self.decay_limit,
-            in_policy=self.policy == "annealed",
-        )
+        values = self.model_dump(exclude={"policy"})
+        return Annealing(**values, in_policy=self.policy == "annealed")

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_rl.config.cli.foreign_keys import name_here, not_supported
-from megatron_rl.config.cli.overrides import group_problem, is_group, options_of, parse
+from megatron_rl.config.cli.overrides import is_group, options_of, parse
 from megatron_rl.errors import ConfigError, RegistrationError, close_names, did_you_mean
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -35,13 +35,13 @@ SHORT = {"resume": "resume.checkpoint"}
 
 
 def conf_dir() -> Path:
-    """The folder of Hydra groups: inside the installed package, else beside it in a source tree."""
+    """The folder of Hydra groups: in the installed package, else next to it in a source tree."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
     raise ConfigError(
-        [f"no conf/config.yaml in {package} or beside it; reinstall megatron_rl"],
+        [f"no conf/config.yaml in {package} or next to it; reinstall megatron_rl"],
         "the installation",
     )
 
@@ -121,13 +121,12 @@ def compose(
             composed = OmegaConf.to_container(hydra_compose(config_name, final), resolve=True)
     except MissingConfigException as error:
         group, _, option = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-        problem = _unknown_option(group, option, groups)
-        if not group:
-            problem = _unknown_root(option, groups)
-        raise ConfigError([problem], "the overrides") from None
+        raise ConfigError([_unknown_option(group, option, groups)], "the overrides") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_composition_problem(error, overrides)], "the overrides") from error
-    except yaml.YAMLError as error:  # of a user's folder; it names the file, line and column
+    # Of a user's folder: no YAML (which names file, line and column), no text, or a file that
+    # includes itself.
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         text = " ".join(str(error).split())
         raise ConfigError([f"not YAML: {text}; correct the file"], "the options") from error
     # A file of a group comes as {method: {...}}.
@@ -226,15 +225,11 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
 
 
 def _first_leaf(value: Any) -> list[str]:
-    """The path to the first leaf of a section, empty for a plain value.
-
-    The keys in an unknown section say more than its name.
-    """
+    """The path to the first leaf of an unknown section: its keys say more than its name."""
     path: list[str] = []
     while isinstance(value, dict) and value:
-        key = next(iter(value))
-        path.append(str(key))
-        value = value[key]
+        path.append(str(next(iter(value))))
+        value = value[path[-1]]
     return path
 
 
@@ -256,13 +251,9 @@ def _nearest_keys(key: str, known: Sequence[str]) -> str:
 
 def _without_missing(values: dict[str, Any]) -> dict[str, Any]:
     """Drops Hydra's ``???`` so that the schema reports the key as missing."""
-    kept = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            kept[key] = _without_missing(value)
-        elif value != "???":
-            kept[key] = value
-    return kept
+    kept = {key: value for key, value in values.items() if value != "???"}
+    sections = {key: value for key, value in kept.items() if isinstance(value, dict)}
+    return kept | {key: _without_missing(section) for key, section in sections.items()}
 
 
 def _all_permissive(overrides: Sequence[str], groups: Sequence[Path]) -> list[str]:
@@ -272,8 +263,6 @@ def _all_permissive(overrides: Sequence[str], groups: Sequence[Path]) -> list[st
     for text in overrides:
         try:
             final.append(_permissive(text, parse(text, groups), groups))
-        except ConfigError as error:
-            problems += error.problems
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -288,14 +277,15 @@ def _permissive(text: str, override: Override, groups: Sequence[Path]) -> str:
     """
     key = override.key_or_group
     option = override.value()
-    problem = group_problem(text, override, groups)
-    if problem is not None:
-        raise ConfigError([problem], "the overrides")
     chooses = is_group(override, groups)
-    files = [folder / key / f"{option}.yaml" for folder in groups]
+    if chooses and not override.is_delete() and not isinstance(option, str | list):
+        raise ValueError(
+            f"{text}: {key} is a group of settings; choose one of its options "
+            f"({', '.join(options_of(key, groups))}), or set a key in it: {key}.NAME=value"
+        )
     # Looked up here, because Hydra passes over an option of an optional group in silence.
-    if chooses and isinstance(option, str) and not any(file.is_file() for file in files):
-        raise ConfigError([_unknown_option(key, option, groups)], "the overrides")
+    if chooses and isinstance(option, str) and option not in options_of(key, groups):
+        raise ValueError(_unknown_option(key, option, groups))
     # "++" sets a key whether or not it is there; with a plain ``key=value`` Hydra refuses the first
     # key that is not, and says nothing of the others.
     if key in SHORT and not override.is_delete() and not isinstance(option, dict):
@@ -318,17 +308,11 @@ def _composition_problem(error: Exception, overrides: Sequence[str]) -> str:
     return f"{typed}: {reason}; ${{name}} stands for the value of the key name, which must exist"
 
 
-def _unknown_root(name: str, groups: Sequence[Path]) -> str:
-    names = options_of("", groups)
-    return f"--config-name {name}: no such file; there are {', '.join(names)}"
-
-
 def _unknown_option(group: str, option: str, groups: Sequence[Path]) -> str:
     options = options_of(group, groups)
+    there = f"there are {', '.join(options)}"
+    if not group:
+        return f"--config-name {option}: no such file; {there}"
     hint = not_supported(option)
-    if hint:
-        hint += ";"
-    else:
-        hint = did_you_mean(close_names(option, options, count=2))
-    advice = " ".join(filter(None, [hint, f"there are {', '.join(options)}"]))
-    return f"{group}={option}: no such option; {advice}"
+    hint = f"{hint};" if hint else did_you_mean(close_names(option, options, count=2))
+    return f"{group}={option}: no such option; {f'{hint} {there}'.strip()}"

@@ -132,7 +132,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_model_config(file: Path, architectures: Collection[str] | None = None) -> dict[str, Any]:
     """``config.json`` as a dict whose sizes are whole numbers. ``architectures``: those that are
-    supported; None: any. Keys of a language model beside a tower count as those of the model.
+    supported; None: any. Keys of a language model next to a tower count as those of the model.
 
     Raises:
         ValueError: it cannot be read, is of another architecture (said before anything else), of
@@ -148,9 +148,8 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
         values = {**text, **values}
     quantization = values.get("quantization_config") or values.get("compression_config")
     if quantization:
-        method = quantization
-        if isinstance(quantization, dict):
-            method = quantization.get("quant_method")
+        of_dict = isinstance(quantization, dict)
+        method = quantization.get("quant_method") if of_dict else quantization
         raise ValueError(
             f"model.path: {file} has quantization_config ({method}); quantized weights are not"
             " supported, give the model before quantization"
@@ -167,25 +166,21 @@ def _check_architecture(file: Path, values: Mapping[str, Any], known: Collection
     names = values.get("architectures") or []
     if isinstance(names, list) and len(names) == 1 and names[0] in known:
         return
-    hint = ""
-    if isinstance(names, list) and names:
-        hint = did_you_mean(close_names(str(names[0]), known))
-    advice = " ".join(filter(None, [hint, f"supported: {', '.join(sorted(known))}"]))
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    hint = did_you_mean(close_names(name, known))
     raise ValueError(
         f"model.path: {file} has architectures {names}, which the policy does not implement;"
-        f" {advice}; give one of these, or register a family (examples/plugins/model_family.md)"
+        f" {f'{hint} supported:'.strip()} {', '.join(sorted(known))}; give one of these, or"
+        " register a family (examples/plugins/model_family.md)"
     )
 
 
 def _check_number(file: Path, values: Mapping[str, Any], key: str) -> None:
     """``key``, at the top or in the section that newer versions of transformers write it to."""
-    sections = [values]
-    if isinstance(values.get("rope_parameters"), dict):
-        sections.append(values["rope_parameters"])
-    for section in sections:
-        value = section.get(key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if value is not None and not is_number:
+    newer = values.get("rope_parameters")
+    for section in (values, newer if isinstance(newer, dict) else {}):
+        value = section.get(key, 1)
+        if value is not None and (type(value) not in (int, float) or not value > 0):
             raise ValueError(
                 f"model.path: {file}: {key} is {value!r}, not a number above 0; correct the key"
             )
@@ -197,10 +192,9 @@ def _check_size(file: Path, values: Mapping[str, Any], key: str, *, required: bo
         return
     if key not in values:
         raise ValueError(f"model.path: {file} has no {key}; copy it again from the model")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        # A dense model of a family with experts may say 0 of them.
-        if value == 0 and key in ("num_experts", "num_local_experts"):
-            return
+    # A dense model of a family with experts may say 0 of them.
+    least = 0 if key in ("num_experts", "num_local_experts") else 1
+    if type(value) is not int or value < least:
         raise ValueError(
             f"model.path: {file} has {key} = {value!r}; it must be a whole number of at least 1"
         )

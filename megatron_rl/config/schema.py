@@ -7,6 +7,7 @@ have one home. Units are in the names.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -30,6 +31,11 @@ PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 _SMALLEST_FLOAT32 = 1.2e-38
 MAX_TAG = 64  # characters that wandb takes for a tag
 WandbTag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
+
+
+def _day(text: str) -> str:
+    date.fromisoformat(text)  # raises ValueError
+    return text
 
 
 def _temperature(value: float) -> float:
@@ -242,6 +248,7 @@ class DataConfig(Section):
     min_pixels: PositiveInt | None
     max_pixels: PositiveInt | None
     apply_chat_template: bool
+    template_date: Annotated[str, AfterValidator(_day)] | None
     on_long_prompt: Literal["error", "drop"]
     drop_eval_overlap: bool
     shuffle: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ def render(
         problems.add(row, what, prompt, "write the character whole, or drop the row")
         return ""
     if config.apply_chat_template:
-        return _templated(row, messages, tokenizer, problems)
+        return _templated(draft, messages, config, tokenizer, problems)
     if len(messages) > 1:
         remedy = "set data.apply_chat_template=true, or give a text and no system prompt"
         problems.add(row, "several messages need a chat template", prompt, remedy)
@@ -80,14 +81,10 @@ def _with_places(messages: Any, draft: Draft, problems: Problems) -> Any:
     with_places = []
     for message, parts in zip(messages, split, strict=True):
         # A text without a place stays a text, which every template takes.
-        if parts and _needs_parts(message, parts):
+        if parts and (num_places(parts) or not isinstance(message["content"], str)):
             message = {**message, "content": parts}
         with_places.append(message)
     return with_places
-
-
-def _needs_parts(message: Mapping[str, Any], parts: Sequence[Mapping[str, str]]) -> bool:
-    return num_places(parts) > 0 or not isinstance(message["content"], str)
 
 
 def _with_suffix(content: Any, suffix: str) -> Any:
@@ -107,14 +104,22 @@ def _text(message: Mapping[str, Any], place: str = "") -> str:
 
 
 def _templated(
-    row: int, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, problems: Problems
+    draft: Draft,
+    messages: list[dict[str, Any]],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Problems,
 ) -> str:
+    day = datetime.fromisoformat(config.template_date or str(date.today()))
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # Templates ask for the date by this function, which the library defines as the time of now.
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, strftime_now=day.strftime
+        )
     except Exception as error:  # noqa: BLE001 (a template is a program: it raises anything)
         what = f"the chat template of the model fails ({type(error).__name__}: {first_line(error)})"
         remedy = "correct chat_template in the tokenizer's files, or the row"
-        problems.add(row, what, messages, remedy)
+        problems.add(draft.row, what, messages, remedy)
         return ""
     return str(text)
 
@@ -140,42 +145,25 @@ def is_unicode(text: str) -> bool:
 
 def _wrong_form(messages: Any, *, sees: bool) -> tuple[str, str] | None:
     """(what is wrong, remedy); None for messages that end with the user's turn."""
-    if _are_messages(messages, sees):
-        return None
-    if _has_other_parts(messages):
+    form = (
+        "the prompt is neither a text nor a list of {role, content}",
+        "correct the row or data.columns.prompt",
+    )
+    if not isinstance(messages, list) or not messages:
+        return form
+    if not all(isinstance(turn, Mapping) and turn.get("role") in _ROLES for turn in messages):
+        return form
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) or (sees and parts_of(content)):
+            continue
+        parts = content if isinstance(content, list) else []
+        kinds = [part.get("type", "text") for part in parts if isinstance(part, Mapping)]
+        if set(kinds) <= {"text"}:
+            return form
         return (
             "a message has parts other than text",
             "video and audio are not supported; images of a vision-language model stand in the"
             ' column data.columns.images, and in the prompt as <image> or {"type": "image"}',
         )
-    return (
-        "the prompt is neither a text nor a list of {role, content}",
-        "correct the row or data.columns.prompt",
-    )
-
-
-def _has_other_parts(messages: Any) -> bool:
-    if not isinstance(messages, list):
-        return False
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list) else []
-        for part in parts:
-            if isinstance(part, Mapping) and part.get("type", "text") != "text":
-                return True
-    return False
-
-
-def _are_messages(messages: Any, sees: bool) -> bool:
-    if not isinstance(messages, list) or not messages:
-        return False
-    if not all(_is_message(message, sees) for message in messages):
-        return False
-    return messages[-1]["role"] in ("user", "tool")
-
-
-def _is_message(message: Any, sees: bool) -> bool:
-    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-        return False
-    content = message.get("content")
-    return isinstance(content, str) or (sees and bool(parts_of(content)))
+    return None if messages[-1]["role"] in ("user", "tool") else form

@@ -9,17 +9,9 @@ from megatron_rl.errors import close_names, did_you_mean
 _AUTO = "auto"
 # What other data sets call them, for the hint.
 _OTHER_NAMES = {
-    "prompt": ("question", "problem", "query", "instruction", "input", "messages", "conversation"),
-    "answer": (
-        "ground_truth",
-        "final_answer",
-        "solution",
-        "target",
-        "label",
-        "response",
-        "output",
-        "reward_model.ground_truth",
-    ),
+    "prompt": "question problem query instruction input messages conversation",
+    "answer": "ground_truth final_answer solution target label response output"
+    " reward_model.ground_truth",
 }
 
 
@@ -46,16 +38,11 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
 
 def _hint(role: str, column: str, rows: Rows) -> str:
     """A suggestion of a column, and a list of those there are."""
-    names: set[str] = set()
-    for _, row in rows:
-        names.update(row)
-    present = sorted(names)
+    present = sorted({name for _, row in rows for name in row})
     # The first rows are enough: this only helps with a message.
-    others = [name for name in _OTHER_NAMES.get(role, ()) if _has_column(rows[:100], name)]
+    others = [name for name in _OTHER_NAMES.get(role, "").split() if _has_column(rows[:100], name)]
     likely = [*close_names(column, present), *others][:1]
-    advice = []
-    if likely:
-        advice.append(f"{did_you_mean(likely)} data.columns.{role}={likely[0]}")
+    advice = [f"{did_you_mean(likely)} data.columns.{role}={name}" for name in likely]
     if role not in _OTHER_NAMES:
         advice.append(f"data.columns.{role}=auto where it may be missing")
     return "; ".join([*advice, f"there are {', '.join(present)}"])

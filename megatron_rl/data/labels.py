@@ -25,9 +25,8 @@ def files_of(name: str) -> list[str]:
 
 
 def labels(names: Sequence[str]) -> dict[str, str]:
-    """A short label for each file, data set or generator, different from all others.
-
-    It is the file's stem, else its name with as many folders as are needed.
+    """A short label for each file, data set or generator, different from all others: a file's stem,
+    its path where another file has that stem, and a number where that is not enough.
 
     Example: ``a/train.jsonl`` and ``b/train.jsonl`` are labeled so; ``a/train.jsonl`` alone is
     ``train``.
@@ -36,42 +35,30 @@ def labels(names: Sequence[str]) -> dict[str, str]:
         ValueError: a file is given twice.
     """
     # A file may be given by two paths.
-    resolved: Counter[str] = Counter()
-    for name in names:
-        resolved[str(Path(name).resolve()) if is_file_name(name) else name] += 1
+    resolved = Counter(str(Path(name).resolve()) if is_file_name(name) else name for name in names)
     repeated = [name for name, count in resolved.items() if count > 1]
     if repeated:
         raise ValueError(
             f"{repeated[0]}: comes twice among the sources; name each file once"
             " (data.train_weights gives it more weight)"
         )
-    # Labels that are not the only ones of their kind grow by a component until they are, at most to
-    # the whole path: train -> train.jsonl -> a/train.jsonl.
-    chosen = {name: _label(name, 1) for name in names}
-    deepest = max((len(Path(name).parts) for name in names), default=1)
-    for depth in range(2, deepest + 2):
-        counts = Counter(chosen.values())
-        for name, label in chosen.items():
-            if counts[label] > 1:
-                chosen[name] = _label(name, depth)
-    # Two lists of generated tasks, or two data sets of one name, have no folders to tell them
-    # apart.
-    counts = Counter(chosen.values())
+    short = {name: _label(name) for name in names}
+    counts = Counter(short.values())
     numbers: Counter[str] = Counter()
-    for name, label in chosen.items():
-        numbers[label] += 1
-        if counts[label] > 1:
-            chosen[name] = f"{label}#{numbers[label]}"
+    chosen = {}
+    for name, label in short.items():
+        if counts[label] > 1 and is_file_name(name):
+            label = name
+        elif counts[label] > 1:
+            # Two lists of generated tasks, or data sets of one name, have no folders to tell them
+            # apart.
+            numbers[label] += 1
+            label = f"{label}#{numbers[label]}"
+        chosen[name] = label
     return chosen
 
 
-def _label(name: str, depth: int) -> str:
-    """``depth``: 1 for a file's stem, 2 for its name, 3 for that with its folder, and so on."""
+def _label(name: str) -> str:
     if name.startswith(GENERATED):
         return GENERATED.rstrip(":")
-    if name.startswith(HF):
-        return hf_sets.parse(name).label
-    if depth == 1:
-        return Path(name).stem
-    num_components = depth - 1
-    return "/".join(Path(name).parts[-num_components:])
+    return hf_sets.parse(name).label if name.startswith(HF) else Path(name).stem

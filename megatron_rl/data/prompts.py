@@ -98,99 +98,16 @@ def load_sources(
     names = [names] if isinstance(names, str) else names
     files = {name: files_of(name) for name in names}
     label_of = labels(list(itertools.chain.from_iterable(files[name] for name in names)))
+    maker = _PromptMaker(config, tokenizer, max_prompt_tokens, vision)
     sources = []
     for name in names:
-        prompts: list[Prompt] = []
-        num_rows = 0
-        for file in files[name]:
-            read, num_rows_read = _load_file(
-                file, label_of[file], config, tokenizer, max_prompt_tokens, vision
-            )
-            prompts += read
-            num_rows += num_rows_read
-        shown = name if len(files[name]) == 1 else f"{name} ({len(files[name])} files)"
+        read = [maker.read(file, label_of[file]) for file in files[name]]
+        prompts = tuple(itertools.chain.from_iterable(prompts for prompts, _ in read))
+        num_rows = sum(num_rows for _, num_rows in read)
+        shown = name if len(read) == 1 else f"{name} ({len(read)} files)"
         dropped = {f"longer than {max_prompt_tokens} tokens": num_rows - len(prompts)}
-        sources.append(PromptSource(shown, tuple(prompts), num_rows, dropped))
+        sources.append(PromptSource(shown, prompts, num_rows, dropped))
     return sources
-
-
-def _encoded(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
-) -> list[list[int]]:
-    """The token ids of each text."""
-    encoded: list[list[int]] = []
-    # Some at a time: what the tokenizer knows of each token besides its id is many times as large.
-    for start in range(0, len(texts), _ENCODED_AT_ONCE):
-        some = list(texts[start : start + _ENCODED_AT_ONCE])
-        encoded += tokenizer(some, add_special_tokens=add_special_tokens)["input_ids"]
-    return encoded
-
-
-def _load_file(
-    name: str,
-    label: str,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    vision: VisionProcessor | None,
-) -> tuple[list[Prompt], int]:
-    """(prompts, number of rows) of one file, data set or generated source."""
-    problems = Problems(name)
-    # Each stage lists all that is wrong in it, so that the next can rely on what it is given.
-    drafts = _drafts(name, config, problems, vision)
-    problems.raise_if_any()
-    texts = [render(draft, config, tokenizer, problems, vision) for draft in drafts]
-    problems.raise_if_any()
-    refuse_constant_template(name, [repr(draft.prompt) for draft in drafts], texts)
-    # A template writes its own special tokens; the tokenizer must not add them once more.
-    encoded = _encoded(texts, tokenizer, add_special_tokens=not config.apply_chat_template)
-    if vision is not None:
-        rows = zip(drafts, encoded, texts, strict=True)
-        encoded = [_expanded(draft, ids, text, vision, problems) for draft, ids, text in rows]
-        problems.raise_if_any()
-    for draft, text, token_ids in zip(drafts, texts, encoded, strict=True):
-        if not token_ids:
-            what = "empty prompt: the tokenizer makes no token of it"
-            problems.add(draft.row, what, text, "drop the row")
-    problems.raise_if_any()
-    too_long = f"prompt longer than rollout.max_prompt_tokens = {max_prompt_tokens}"
-    prompts = []
-    for draft, text, token_ids in zip(drafts, texts, encoded, strict=True):
-        if len(token_ids) > max_prompt_tokens:
-            remedy = f"lower data.max_pixels, {_LONG_REMEDY}" if draft.images else _LONG_REMEDY
-            problems.add(draft.row, too_long, (len(token_ids), text), remedy)
-            continue
-        prompt = Prompt(
-            uid=f"{label}:{draft.row}",
-            token_ids=tuple(token_ids),
-            answer=draft.answer,
-            data_source=draft.data_source,
-            extra=draft.extra,
-            text=text,
-            images=draft.images or (),
-        )
-        prompts.append(prompt)
-    # Long prompts are all that may be left out; a source of nothing else is still a mistake.
-    if config.on_long_prompt == "error" or not prompts:
-        problems.raise_if_any()
-    return prompts, len(drafts)
-
-
-def _expanded(
-    draft: Draft,
-    token_ids: Sequence[int],
-    text: str,
-    vision: VisionProcessor,
-    problems: Problems,
-) -> list[int]:
-    """The token ids of a prompt with as many image tokens as its images have features."""
-    try:
-        return vision.expanded(token_ids, draft.images or ())
-    except ValueError as error:
-        what = f"after the chat template there are {error}"
-        remedy = "take the model's special tokens out of the prompt, or correct its chat_template"
-        problems.add(draft.row, what, text, remedy)
-        return []
 
 
 def text_prompts(
@@ -204,21 +121,91 @@ def text_prompts(
     Raises:
         ValueError: an empty text, or one that is longer than ``max_prompt_tokens``.
     """
-    problems = Problems("--prompt")
-    rendered = [
-        render(Draft(number, text, "", "prompt", {}), config, tokenizer, problems)
-        for number, text in enumerate(texts, start=1)
-    ]
-    problems.raise_if_any()
-    too_long = f"longer than rollout.max_prompt_tokens = {max_prompt_tokens}"
-    prompts = []
-    for number, text in enumerate(rendered, start=1):
-        token_ids = tokenizer(text, add_special_tokens=not config.apply_chat_template)["input_ids"]
-        if len(token_ids) > max_prompt_tokens:
-            problems.add(number, too_long, (len(token_ids), text), "raise the limit")
-        prompts.append(Prompt(f"prompt:{number}", tuple(token_ids), "", "prompt", text=text))
-    problems.raise_if_any()
-    return prompts
+    all_of_them = config.model_copy(update={"on_long_prompt": "error"})
+    drafts = [Draft(row, text, "", "prompt", {}) for row, text in enumerate(texts, start=1)]
+    maker = _PromptMaker(all_of_them, tokenizer, max_prompt_tokens, None)
+    return maker.made(drafts, "prompt", Problems("--prompt"))
+
+
+@dataclass(frozen=True)
+class _PromptMaker:
+    """Reads, renders and tokenizes what a source has."""
+
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_tokens: int
+    vision: VisionProcessor | None
+
+    def read(self, name: str, label: str) -> tuple[list[Prompt], int]:
+        """(prompts, number of rows) of one file, data set or generated source."""
+        problems = Problems(name)
+        # Each stage lists all that is wrong in it, so that the next can rely on what it is given.
+        drafts = _drafts(name, self.config, problems, self.vision)
+        problems.raise_if_any()
+        return self.made(drafts, label, problems), len(drafts)
+
+    def made(self, drafts: Sequence[Draft], label: str, problems: Problems) -> list[Prompt]:
+        config = self.config
+        texts = [render(draft, config, self.tokenizer, problems, self.vision) for draft in drafts]
+        problems.raise_if_any()
+        refuse_constant_template(problems.source, [repr(draft.prompt) for draft in drafts], texts)
+        encoded = self._encoded(texts)
+        if self.vision is not None:
+            rows = zip(drafts, encoded, texts, strict=True)
+            encoded = [self._expanded(*row, problems) for row in rows]
+            problems.raise_if_any()
+        for draft, text, token_ids in zip(drafts, texts, encoded, strict=True):
+            if not token_ids:
+                what = "empty prompt: the tokenizer makes no token of it"
+                problems.add(draft.row, what, text, "drop the row")
+        problems.raise_if_any()
+        too_long = f"prompt longer than rollout.max_prompt_tokens = {self.max_prompt_tokens}"
+        prompts = []
+        for draft, text, token_ids in zip(drafts, texts, encoded, strict=True):
+            if len(token_ids) > self.max_prompt_tokens:
+                remedy = f"lower data.max_pixels, {_LONG_REMEDY}" if draft.images else _LONG_REMEDY
+                problems.add(draft.row, too_long, (len(token_ids), text), remedy)
+                continue
+            prompt = Prompt(
+                uid=f"{label}:{draft.row}",
+                token_ids=tuple(token_ids),
+                answer=draft.answer,
+                data_source=draft.data_source,
+                extra=draft.extra,
+                text=text,
+                images=draft.images or (),
+            )
+            prompts.append(prompt)
+        # Long prompts are all that may be left out; a source of nothing else is still a mistake.
+        if config.on_long_prompt == "error" or not prompts:
+            problems.raise_if_any()
+        return prompts
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text."""
+        encoded: list[list[int]] = []
+        # A template writes its own special tokens; the tokenizer must not add them once more.
+        special = not self.config.apply_chat_template
+        # Some at a time: what the tokenizer knows of each token besides its id takes much memory.
+        for start in range(0, len(texts), _ENCODED_AT_ONCE):
+            some = list(texts[start : start + _ENCODED_AT_ONCE])
+            encoded += self.tokenizer(some, add_special_tokens=special)["input_ids"]
+        return encoded
+
+    def _expanded(
+        self, draft: Draft, token_ids: Sequence[int], text: str, problems: Problems
+    ) -> list[int]:
+        """With as many image tokens as the images have features."""
+        assert self.vision is not None
+        try:
+            return self.vision.expanded(token_ids, draft.images or ())
+        except ValueError as error:
+            what = f"after the chat template there are {error}"
+            remedy = (
+                "take the model's special tokens out of the prompt, or correct its chat_template"
+            )
+            problems.add(draft.row, what, text, remedy)
+            return []
 
 
 def _drafts(
@@ -229,14 +216,14 @@ def _drafts(
     if name.startswith(HF):
         hf_set = hf_sets.parse(name)
         rows = hf_sets.read_rows(name)
-        columns = column_roles(rows, config.columns, problems)
-        drafts = _from_rows(rows, hf_set.data_source, columns, config.answer_after, problems)
+        data_source = hf_set.data_source
         folder = Path(hf_set.name)
     else:
-        folder = Path(name).parent
         rows = read_rows(Path(name))
-        columns = column_roles(rows, config.columns, problems)
-        drafts = _from_rows(rows, Path(name).stem, columns, config.answer_after, problems)
+        data_source = Path(name).stem
+        folder = Path(name).parent
+    columns = column_roles(rows, config.columns, problems)
+    drafts = _from_rows(rows, data_source, columns, config.answer_after, problems)
     if columns.images is None:
         return drafts
     images = ImageColumn(columns.images, folder, vision, problems)

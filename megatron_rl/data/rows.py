@@ -49,7 +49,7 @@ class Problems:
     """
 
     def __init__(self, source: str) -> None:
-        self._source = source
+        self.source = source
         # (what is wrong, remedy) -> (place, value) of every occurrence
         self._occurrences: dict[tuple[str, str], list[tuple[int | str, Any]]] = defaultdict(list)
 
@@ -67,7 +67,7 @@ class Problems:
         if num_hidden > 0:
             lines = [*lines[:_SHOWN_KINDS], f"... and {num_hidden} more kinds of problems"]
         separator = "\n  - " if len(lines) > 1 else " "
-        raise ValueError(f"{self._source}:{separator}{separator.join(lines)}")
+        raise ValueError(f"{self.source}:{separator}{separator.join(lines)}")
 
 
 def _line(what: str, remedy: str, occurrences: list[tuple[int | str, Any]]) -> str:
@@ -106,7 +106,8 @@ def read_rows(path: Path) -> Rows:
     if path.suffix not in readers:
         raise ValueError(f"{path}: not a known kind of data file; {KINDS}")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; {KINDS}")
+        what = "not a regular file" if path.exists() else "no such file"
+        raise ValueError(f"{path}: {what}; {KINDS}")
     rows = readers[path.suffix](path)
     if not rows:
         raise ValueError(f"{path}: the file has no row; give a file with at least one")
@@ -132,7 +133,7 @@ def _read_jsonl(path: Path) -> Rows:
                 continue
             remedy = "write one JSON object a line"
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_object)
             # A number of thousands of digits is a ValueError, but no JSONDecodeError.
             except (ValueError, RecursionError) as error:
                 problems.add(number, f"not JSON ({_reason(error)})", line.strip(), remedy)
@@ -143,6 +144,13 @@ def _read_jsonl(path: Path) -> Rows:
                 problems.add(number, "not a JSON object", row, remedy)
     problems.raise_if_any()
     return rows
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("two equal keys in one object")
+    return made
 
 
 def _reason(error: ValueError | RecursionError) -> str:

@@ -18,6 +18,7 @@ from megatron_rl.data.prompt_file import StoredPrompts
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.reading import (
     Data,
+    Doubt,
     all_prompts,
     examined,
     log,
@@ -47,25 +48,25 @@ def shared_data(
         return read_data(config, tokenizer, vision)
     # An error of the user's is carried to all ranks, of all machines, and raised there: a rank that
     # continued alone would wait in the next collective.
-    outcome: tuple[Path, Data, list] | ValueError | None = None
+    made: tuple[Path, Data, list[Doubt]] | None = None
+    problem: ValueError | None = None
     if world.local_rank == 0:
         try:
             data = read_sources(config, tokenizer, vision)
             path, stored = save(data)
-            outcome = (path, stored, examined(data, config))
+            made = (path, stored, examined(data, config))
         except OSError as error:
             logger.warning(
                 "prompts are not shared by the ranks of a machine: %s", first_line(error)
             )
         except ValueError as error:
-            outcome = error
-    outcomes = world.all_gather(outcome)
-    for each in outcomes:
-        if isinstance(each, ValueError):
-            raise each
+            problem = error
+    outcomes = world.all_gather((made, problem))
+    for _, error_there in outcomes:
+        if error_there is not None:
+            raise error_there
     # Ranks of a machine follow each other: of the ranks 8 to 15 of the second one the first is 8.
-    own = outcomes[world.rank - world.local_rank]
-    assert not isinstance(own, ValueError)
+    own, _ = outcomes[world.rank - world.local_rank]
     if own is not None:
         prompt_file.mapped(own[0])
     world.barrier()

@@ -17,6 +17,11 @@ VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
 # Prompts of one prefill on a CPU, where a longer prompt does not raise it.
 _BATCHED_TOKENS = 8192
 
+# Else vLLM rounds the logits that it samples from to the type of the weights: bfloat16 has steps of
+# 0.125 at 20, and the policy's head keeps float32. Its CPU build casts the head at every step, its
+# CUDA build lets the product accumulate in float32.
+_FLOAT32_HEAD = {"head_dtype": "float32"}
+
 # By name: its module needs vLLM, which is imported when the engine is built.
 _ANNEALED_LOGITS = "megatron_rl.engine.annealed:AnnealedLogits"
 
@@ -60,6 +65,7 @@ def engine_arguments(
         "distributed_executor_backend": "external_launcher",
         "worker_extension_cls": "megatron_rl.engine.weights.worker.WeightReceiver",
         "dtype": config.dtype,
+        "hf_overrides": {} if config.dtype == "float32" else _FLOAT32_HEAD,
         "quantization": VLLM_QUANTIZATION[config.quantization] if config.quantization else None,
         "max_model_len": max_tokens,
         "enforce_eager": config.enforce_eager,
@@ -86,12 +92,18 @@ def engine_arguments(
         arguments["max_num_seqs"] = config.max_num_seqs
     if config.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    return arguments | _of_the_device(config, max_tokens)
+
+
+def _of_the_device(config: RolloutConfig, max_tokens: int) -> dict[str, Any]:
     if torch.cuda.is_available():
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = config.sleep_level > 0
-    else:
-        # A chunked prefill draws a token, drops it, and rewinds the generator, which CPU
-        # generators cannot do. So a whole prompt must fit into one batch.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(max_tokens, _BATCHED_TOKENS)
-    return arguments
+        return {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": config.sleep_level > 0,
+        }
+    # A chunked prefill draws a token, drops it, and rewinds the generator, which CPU generators
+    # cannot do. So a whole prompt must fit into one batch.
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_tokens, _BATCHED_TOKENS),
+    }

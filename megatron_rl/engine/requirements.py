@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
@@ -68,23 +69,11 @@ def require_fixed_segments(config: RolloutConfig, environment: Mapping[str, str]
     """
     if config.tensor == 1 or config.enforce_eager:
         return
-    for name in _ALLOCATOR_VARIABLES:
-        settings = environment.get(name, "")
-        if not settings:
-            continue
-        if _is_on(settings, "expandable_segments"):
-            raise ValueError(
-                f"{name} = {settings}: with rollout.tensor = {config.tensor} the ranks of an engine"
-                " open each other's graph memory, which expandable segments do not allow; remove"
-                " expandable_segments:True from it, or set rollout.enforce_eager=true"
-            )
-        return
-
-
-def _is_on(settings: str, option: str) -> bool:
-    """Whether ``settings`` (``max_split_size_mb:512,expandable_segments:True``) turn it on."""
-    for field in settings.split(","):
-        name, _, value = field.partition(":")
-        if name.strip() == option:
-            return value.strip().lower() in ("true", "1")
-    return False
+    name = next((name for name in _ALLOCATOR_VARIABLES if environment.get(name)), None)
+    # Such as ``max_split_size_mb:512,expandable_segments:True``.
+    if name and re.search(r"\bexpandable_segments\s*:\s*(true|1)\b", environment[name], re.I):
+        raise ValueError(
+            f"{name} = {environment[name]}: with rollout.tensor = {config.tensor} the ranks of an"
+            " engine open each other's graph memory, which expandable segments do not allow; remove"
+            " expandable_segments:True from it, or set rollout.enforce_eager=true"
+        )

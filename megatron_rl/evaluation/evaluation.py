@@ -21,6 +21,7 @@ from megatron_rl.evaluation.evaluation_folder import PROMPTS, EvaluationFolder
 from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights
 from megatron_rl.reporting.answer_file import AnswerRow
 from megatron_rl.reporting.evaluation import evaluation_table
+from megatron_rl.reporting.sinks import Metrics
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.rows.experience import Response, Responses
@@ -62,16 +63,11 @@ def evaluate(
         reward.check(prompts)
     folder = EvaluationFolder(evaluation.out, config.evaluation.pass_at)
 
-    def prepare() -> list[set[str]]:
-        record = describe(config, world.size, None) | {PROMPTS: fingerprint(prompts)}
-        return folder.prepare(record, evaluation.weights, world.launch_id)
-
-    answered = world.from_main(prepare)
-    left = []
-    for weights, uids in zip(evaluation.weights, answered, strict=True):
-        unanswered = [prompt for prompt in prompts if prompt.uid not in uids]
-        if unanswered:
-            left.append((weights, unanswered))
+    record = describe(config, world.size, None) | {PROMPTS: fingerprint(prompts)}
+    answered = world.from_main(lambda: folder.prepare(record, evaluation.weights, world.launch_id))
+    pairs = zip(evaluation.weights, answered, strict=True)
+    unanswered = [(weights, [p for p in prompts if p.uid not in uids]) for weights, uids in pairs]
+    left = [(weights, some) for weights, some in unanswered if some]
     if left:
         multimodal = multimodal_config(prompts, vision)
         engine = build_engine(config, left[0][0], multimodal, world, display)
@@ -85,9 +81,11 @@ def evaluate(
             world=world,
             display=display,
         )
-        for weights, unanswered in left:
-            asking.ask(weights, unanswered)
-    return world.from_main(lambda: _finished(folder, evaluation.weights))
+        for weights, some in left:
+            asking.ask(weights, some)
+    # Also of what a killed evaluation has left.
+    rows = world.from_main(lambda: finished(folder, evaluation.weights))
+    return f"{evaluation_table(rows)}\nfinished: {folder.path} ({METRICS}, responses/)"
 
 
 def without_training(config: Config) -> Config:
@@ -172,13 +170,9 @@ class Asking:
             else:
                 for _ in slices:  # gathering is collective
                     pass
-        self.world.from_main(lambda: self._finish(weights))
+        self.world.from_main(lambda: finished(self.folder, [weights]))
         seconds = duration(monotonic() - began)
         self.display.line(f"step {weights.step}: {len(prompts)} prompts in {seconds}")
-
-    def _finish(self, weights: Weights) -> None:
-        self.folder.file(weights).finish()
-        self.folder.write_metrics()
 
     @property
     def _portion(self) -> int:
@@ -214,9 +208,8 @@ def _row(step: int, number: int, response: Response) -> AnswerRow:
     }
 
 
-def _finished(folder: EvaluationFolder, weights: Sequence[Weights]) -> str:
-    """Metrics are written; the table, and where everything is."""
+def finished(folder: EvaluationFolder, weights: Sequence[Weights]) -> list[Metrics]:
+    """Their files are whole, the metrics are written; the rows of these."""
     for each in weights:
-        folder.file(each).finish()  # of one whose last portion came just before a kill
-    rows = folder.write_metrics()
-    return f"{evaluation_table(rows)}\nfinished: {folder.path} ({METRICS}, responses/)"
+        folder.file(each).finish()
+    return folder.write_metrics()

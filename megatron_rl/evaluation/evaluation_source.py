@@ -88,19 +88,16 @@ class StoredWeights:
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor), in one order on all ranks. Raises ValueError where they are not
         those of the architecture."""
-        for name, tensor in self._stored():
-            yield name, tensor if tensor.dtype == self.dtype else tensor.float()
-
-    def _stored(self) -> Iterator[tuple[str, Tensor]]:
         arch, _ = read_architecture(self.model)
         path = self.weights.path
         if self.weights.is_checkpoint:
-            yield from megatron_format.read_hf(path, arch, lambda _: None)
-            return
-        stored = HfDirectory(path, arch.prefixes)
-        stored.check(arch)
-        for name in hf_names(arch):
-            yield name, stored.read(name)
+            tensors = megatron_format.read_hf(path, arch, lambda _: None)
+        else:
+            stored = HfDirectory(path, arch.prefixes)
+            stored.check(arch)
+            tensors = ((name, stored.read(name)) for name in hf_names(arch))
+        for name, tensor in tensors:
+            yield name, tensor if tensor.dtype == self.dtype else tensor.float()
 
 
 @dataclass(frozen=True)
@@ -117,62 +114,40 @@ class Evaluation:
         return _valid(self.values)
 
 
+def _valid(values: Mapping[str, Any]) -> Config:
+    return validate(Config, dict(values), "the settings of the evaluation")
+
+
 def find_evaluation(
     words: Sequence[str], steps: str | None, out: Path | None, root: Root = _OWN_ROOT
 ) -> Evaluation:
-    """``_evaluation_of_run``, or without a run ``_evaluation_of_model``; raises what they do.
+    """Checkpoints (else exports) of a run by its settings, or a model, as step 0, by composed ones.
 
     Args:
-        words: overrides, and at most one folder of a run: the word that has no "=" in it.
+        words: overrides, which change the settings, and at most one folder of a run: the word that
+            has no "=" in it. Without a run there need be no ``data.train``.
+        steps: of a run ``last`` (the default), ``all`` (with the model that the run began with, as
+            step 0) or numbers (``0,20,40``).
+
+    Raises:
+        ValueError: there is no such run or step, or the words are no settings.
     """
     overrides = [word for word in words if "=" in word or word.startswith("~")]
     runs = [word for word in words if word not in overrides]
     if len(runs) > 1:
         raise ValueError(f"{' '.join(runs)}: one run at a time; settings are written key=value")
-    if runs:
-        if root != _OWN_ROOT:
-            raise ValueError(
-                f"{runs[0]}: has its own settings; leave --config-name and --config-dir out"
-            )
-        return _evaluation_of_run(Path(runs[0]), steps or "last", overrides, out)
-    if steps is not None:
-        raise ValueError(f"--steps {steps}: is for checkpoints of a run; give its run_dir")
-    return _evaluation_of_model(overrides, out, root)
-
-
-def _evaluation_of_model(
-    overrides: Sequence[str], out: Path | None, root: Root = _OWN_ROOT
-) -> Evaluation:
-    """The model of ``model.path``, as step 0. ``overrides``: as of a training run; there need be no
-    ``data.train``.
-
-    Raises:
-        ValueError: they cannot be composed, or are no settings.
-    """
-    keys = {text.partition("=")[0].lstrip("+") for text in overrides}
-    chosen = [] if "rollout" in keys else [f"rollout={engine_of_machine()}"]
-    values = compose(root.config_name, [*chosen, *overrides], root.config_dir)
-    values["data"].setdefault("train", [])
-    model = Path(_valid(values).model.path)
-    return Evaluation(values, (Weights(0, model),), out or _DEFAULT_OUT)
-
-
-def _valid(values: Mapping[str, Any]) -> Config:
-    return validate(Config, dict(values), "the settings of the evaluation")
-
-
-def _evaluation_of_run(
-    run: Path, steps: str, overrides: Sequence[str], out: Path | None
-) -> Evaluation:
-    """Checkpoints (else exports) of a run, by its settings, in which ``overrides`` change values.
-
-    Args:
-        steps: ``last``, ``all`` (with the model that the run began with, as step 0) or numbers
-            (``0,20,40``).
-
-    Raises:
-        ValueError: ``run`` is no run, has no such step, or the overrides do not fit its settings.
-    """
+    if not runs:
+        if steps is not None:
+            raise ValueError(f"--steps {steps}: is for checkpoints of a run; give its run_dir")
+        keys = {text.partition("=")[0].lstrip("+") for text in overrides}
+        chosen = [] if "rollout" in keys else [f"rollout={engine_of_machine()}"]
+        values = compose(root.config_name, [*chosen, *overrides], root.config_dir)
+        values["data"].setdefault("train", [])
+        model = Path(_valid(values).model.path)
+        return Evaluation(values, (Weights(0, model),), out or _DEFAULT_OUT)
+    run = Path(runs[0])
+    if root != _OWN_ROOT:
+        raise ValueError(f"{run}: has its own settings; leave --config-name and --config-dir out")
     if not is_run(run):
         raise ValueError(
             f"{run}: no folder of a run (no config.json of one in it); give the run_dir of a"
@@ -181,7 +156,7 @@ def _evaluation_of_run(
     values = values_of_run(run)
     for text in overrides:
         change_value(values, text)
-    weights = _chosen(run, steps, Path(_valid(values).model.path))
+    weights = _chosen(run, steps or "last", Path(_valid(values).model.path))
     return Evaluation(values, weights, out or run / EVALUATION)
 
 
@@ -193,14 +168,12 @@ def _chosen(run: Path, steps: str, model: Path) -> tuple[Weights, ...]:
             f" one, or evaluate its export alone: model.path={run / 'export'}"
         )
     there[0] = Weights(0, model)
-    if steps == "last":
-        return (there[max(there)],)
-    if steps == "all":
-        return tuple(there[step] for step in sorted(there))
-    words = steps.split(",")
-    if not all(word.strip().isdecimal() for word in words):
+    if steps in ("last", "all"):
+        wanted = sorted(there) if steps == "all" else [max(there)]
+    elif all(word.strip().isdecimal() for word in steps.split(",")):
+        wanted = sorted({int(word) for word in steps.split(",")})
+    else:
         raise ValueError(f"--steps {steps}: give all, last, or numbers such as 20,40")
-    wanted = sorted({int(word) for word in words})
     missing = [step for step in wanted if step not in there]
     if missing:
         raise ValueError(
@@ -212,17 +185,19 @@ def _chosen(run: Path, steps: str, model: Path) -> tuple[Weights, ...]:
 
 def _saved(run: Path) -> dict[int, Weights]:
     """The checkpoints and exports of a run, by step; warns of incomplete checkpoints."""
-    found = {}
-    for path in [*directory.steps(run / EXPORTS), *directory.steps(run / CHECKPOINTS)]:
-        step = directory.step_of(path)
-        wrong = None
-        if path.parent.name == CHECKPOINTS:
-            wrong = directory.problem(path)
+    found = {step_of(path): Weights(step_of(path), path) for path in directory.steps(run / EXPORTS)}
+    for path in directory.steps(run / CHECKPOINTS):
+        wrong = directory.problem(path)
         if wrong is not None:
             logger.warning("checkpoint %s is skipped: %s", path, wrong)
-        elif step is not None:
-            found[step] = Weights(step, path)
+        else:
+            found[step_of(path)] = Weights(step_of(path), path)
     return found
+
+
+def step_of(path: Path) -> int:
+    """0 of what is no step of a run."""
+    return directory.step_of(path) or 0
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:

@@ -17,18 +17,14 @@ from megatron_rl.data.prompts import load_prompts, text_prompts
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.evaluation.evaluation import build_engine, load_weights
-from megatron_rl.evaluation.evaluation_source import Evaluation, Weights
+from megatron_rl.evaluation.evaluation_source import Evaluation, Weights, step_of
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.post_rollout import grouped
 from megatron_rl.rollouts.rows.experience import Groups, Response
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
-from megatron_rl.run.saved_settings import (
-    engine_of_machine,
-    is_run,
-    read_config,
-    values_of_run,
-)
+from megatron_rl.run.saved_settings import engine_of_machine, is_run, read_config, values_of_run
+from megatron_rl.run.start import CHECKPOINTS
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Prompt, Score
@@ -59,13 +55,11 @@ def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evalua
         raise ValueError(
             f"{path}: no such folder; give a HF directory, the folder of a run, or a checkpoint"
         )
-    run = next(
-        (folder for folder in (path, path.parent, path.parent.parent) if is_run(folder)), None
-    )
+    run = next(filter(is_run, (path, path.parent, path.parent.parent)), None)
     found = path
     if run == path:
-        found = directory.newest_valid(path / "checkpoints") or path / "export"
-    weights = Weights(directory.step_of(found) or 0, found)
+        found = directory.newest_valid(path / CHECKPOINTS) or path / "export"
+    weights = Weights(step_of(found), found)
     if not weights.is_checkpoint and not (found / "config.json").is_file():
         raise ValueError(
             f"{path}: neither a checkpoint nor a HF directory (config.json and safetensors) is"
@@ -77,6 +71,8 @@ def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evalua
             " HF directory by tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY --config"
             " MODEL"
         )
+    if weights.is_checkpoint:
+        directory.check_whole(found)
     values = _values_of_model(path) if run is None else values_of_run(run)
     if not weights.is_checkpoint:
         values["model"]["path"] = str(found)
@@ -96,16 +92,12 @@ def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evalua
 def _values_of_model(path: Path) -> dict[str, Any]:
     """The defaults, on the engine of this machine, within the positions that the model has."""
     chosen = [f"data.{name}={_NO_PROMPTS[0]}" for name in ("train", "eval")]
-    values = compose(
-        "config",
-        [f"rollout={engine_of_machine()}", f"model.path='{path}'", *chosen],
-    )
+    chosen += [f"rollout={engine_of_machine()}", f"model.path='{path}'"]
+    values = compose("config", chosen)
     limit = read_config(path).get("max_position_embeddings")
     rollout = values["rollout"]
-    if (
-        isinstance(limit, int)
-        and limit < rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
-    ):
+    longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
+    if isinstance(limit, int) and limit < longest:
         rollout["max_prompt_tokens"] = limit // 2
         rollout["max_response_tokens"] = limit - limit // 2
     return values
@@ -164,8 +156,7 @@ def shown(groups: Groups, *, scored: bool) -> str:
     lines: list[str] = []
     for number, group in enumerate(groups, start=1):
         prompt = group[0].prompt
-        lines.append(f"[{number}/{len(groups)}] {prompt.uid}")
-        lines.append(_labeled("prompt", prompt.text))
+        lines += [f"[{number}/{len(groups)}] {prompt.uid}", _labeled("prompt", prompt.text)]
         for response in group:
             lines.append(_labeled("answer", response.text))
             lines.append(_labeled("", _verdict(response, scored=scored)))

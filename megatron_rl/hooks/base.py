@@ -34,12 +34,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import SerializeAsAny
 
-from megatron_rl.knobs import Choices, Named, by_key, register_piece
+from megatron_rl.knobs import Choices, Named, by_key, new_schema
 from megatron_rl.types import Prompt, Score
+
+
+class HookChoice(NamedTuple):
+    """A hook under a name of the configuration.
+
+    Attributes:
+        make: a function of the user, or what gives a ``SamplingHook`` of its knobs.
+        resamples: it is the latter.
+        changes_temperature: some responses are sampled at another one than the policy is trained
+            at, so that a run needs importance weights.
+    """
+
+    make: Callable[..., Any]
+    schema: type[Named]
+    resamples: bool = False
+    changes_temperature: bool = False
+
 
 ROLLOUT_HOOKS = Choices("rollout hook")
 # In the order in which they are called, each with its knobs.
@@ -61,7 +78,6 @@ class RolloutEdit:
 
 
 Hook = Callable[..., RolloutEdit]
-_hooks: dict[str, Hook] = {}
 
 
 def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
@@ -81,16 +97,11 @@ def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
     """
 
     def register(function: Hook) -> Hook:
-        register_piece(ROLLOUT_HOOKS, name, function, ("step", "groups"))
-        _hooks[name] = function
+        schema = new_schema(ROLLOUT_HOOKS, name, function, ("step", "groups"))
+        ROLLOUT_HOOKS[name] = HookChoice(function, schema)
         return function
 
     return register
-
-
-def rollout_hook(name: str) -> Hook:
-    """The registered function."""
-    return _hooks[name]
 
 
 class ScoredGroup(NamedTuple):
@@ -138,51 +149,46 @@ class Resample:
     metrics: Mapping[str, float] = field(default_factory=dict)  # logged as hook/<its name>/<key>
 
 
-class SamplingHook(Protocol):
-    """See the head of this file."""
+class SamplingHook:
+    """See the head of this file; all but ``resample`` have a default."""
 
     def temperature(self, prompt: Prompt, plain: float) -> float:
         """At which a prompt is sampled in the first place; ``plain``: without this hook."""
+        return plain
 
     def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
         """Groups of the step that dynamic sampling refused, before ``resample``."""
 
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         """``turn``: 0, then one more for each time that it has asked."""
+        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
+        return {}
 
     def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
         """The inverse. ``prompts``: those of the training data."""
 
 
-_makers: dict[str, Callable[..., SamplingHook]] = {}
+Maker = TypeVar("Maker", bound=Callable[..., SamplingHook])
 
 
 def register_sampling_hook(
     name: str, *, changes_temperature: bool = False
-) -> Callable[[Callable[..., SamplingHook]], Callable[..., SamplingHook]]:
-    """``f(*, knobs)`` returns a ``SamplingHook``; a run names it, ``rollout_hooks.<name>={}``.
-
-    Args:
-        changes_temperature: whether some responses are sampled at another one than the policy is
-            trained at, so that a run needs importance weights.
+) -> Callable[[Maker], Maker]:
+    """A class derived from ``SamplingHook``, or ``f(*, knobs)`` that returns one; what its
+    constructor takes by keyword are its knobs. A run names it, ``rollout_hooks.<name>={}``.
 
     Raises:
         RegistrationError: the name is taken, or a knob has no type.
     """
 
-    def register(maker: Callable[..., SamplingHook]) -> Callable[..., SamplingHook]:
-        piece = register_piece(ROLLOUT_HOOKS, name, maker, ())
-        piece.resamples = True
-        piece.changes_temperature = changes_temperature
-        _makers[name] = maker
-        return maker
+    def register(make: Maker) -> Maker:
+        of_class = isinstance(make, type)
+        function, positional = (make.__init__, ("self",)) if of_class else (make, ())
+        schema = new_schema(ROLLOUT_HOOKS, name, function, positional)
+        ROLLOUT_HOOKS[name] = HookChoice(make, schema, True, changes_temperature)
+        return make
 
     return register
-
-
-def sampling_hook(name: str, chosen: Named) -> SamplingHook:
-    """A new one with the knobs that are chosen."""
-    return _makers[name](**chosen.knobs)

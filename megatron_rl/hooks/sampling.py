@@ -9,13 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megatron_rl.hooks.base import (
-    Ask,
-    Resample,
-    SamplingHook,
-    ScoredGroup,
-    register_sampling_hook,
-)
+from megatron_rl.hooks.base import Ask, Resample, SamplingHook, ScoredGroup, register_sampling_hook
 from megatron_rl.types import Prompt, first_uid
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -33,24 +27,20 @@ def relative_variance(group: ScoredGroup) -> float:
     return group.num_correct * (size - group.num_correct) / max(1, half * (size - half))
 
 
-@dataclass
-class Vcrl:
+@register_sampling_hook("vcrl")
+@dataclass(kw_only=True)
+class Vcrl(SamplingHook):
     """Groups whose verdicts vary little leave the step; prompts whose verdicts varied much in
     earlier steps are sampled again in their place. Source: arXiv 2509.19803."""
 
-    kappa: float
-    later_kappa: float
-    later_from: int
-    momentum: float
-    capacity: int
-    bank: dict[str, tuple[float, Prompt]] = field(default_factory=dict)  # uid -> priority, prompt
-    _asked: set[str] = field(default_factory=set)
-
-    def temperature(self, prompt: Prompt, plain: float) -> float:
-        return plain
-
-    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
-        """What is out of the step is not repeated."""
+    kappa: Share = 0.3
+    later_kappa: Share = 0.8  # in the place of kappa from step ``later_from`` on
+    later_from: Count = 20
+    momentum: Share = 0.9
+    capacity: Count = 1024
+    # uid -> priority, prompt
+    bank: dict[str, tuple[float, Prompt]] = field(default_factory=dict, init=False)
+    _asked: set[str] = field(default_factory=set, init=False)
 
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         if turn:
@@ -102,67 +92,40 @@ class Vcrl:
             self.bank[uid] = (priority, replace(prompt, uid=uid))
 
 
-@register_sampling_hook("vcrl")
-def vcrl(
-    *,
-    kappa: Share = 0.3,
-    later_kappa: Share = 0.8,
-    later_from: Count = 20,
-    momentum: Share = 0.9,
-    capacity: Count = 1024,
-) -> SamplingHook:
-    """``later_kappa`` takes the place of ``kappa`` from step ``later_from`` on."""
-    return Vcrl(kappa, later_kappa, later_from, momentum, capacity)
-
-
-@dataclass
-class Dars:
+@register_sampling_hook("dars")
+@dataclass(kw_only=True)
+class Dars(SamplingHook):
     """Prompts with fewer than ``target`` right answers get ``extra`` more responses at a time,
     until they have them, or ``max_responses`` in all. Source: arXiv 2508.13755."""
 
-    target: int
-    extra: int
-    max_responses: int
-
-    def temperature(self, prompt: Prompt, plain: float) -> float:
-        return plain
-
-    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
-        """What is out of the step is not repeated."""
+    target: Count = 2
+    extra: Count = 8
+    max_responses: Count = 32
 
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         asks = []
         for number, group in enumerate(groups):
-            room = min(self.extra, self.max_responses - group.num_responses)
-            if group.num_correct < self.target and room > 0:
-                asks.append(Ask(group.prompt, room, into=number))
+            more = min(self.extra, self.max_responses - group.num_responses)
+            if group.num_correct < self.target and more > 0:
+                asks.append(Ask(group.prompt, more, into=number))
         short = sum(group.num_correct < self.target for group in groups)
         metrics: dict[str, float] = {"rounds": turn, "short_groups": short}
         if turn == 0:
             metrics["hard_groups"] = short
         return Resample(asks, metrics=metrics)
 
-    def state(self) -> dict[str, Any]:
-        return {}
 
-    def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
-        """Nothing is remembered."""
-
-
-@register_sampling_hook("dars")
-def dars(*, target: Count = 2, extra: Count = 8, max_responses: Count = 32) -> SamplingHook:
-    return Dars(target, extra, max_responses)
-
-
-@dataclass
-class Erpo:
+@register_sampling_hook("erpo", changes_temperature=True)
+@dataclass(kw_only=True)
+class Erpo(SamplingHook):
     """A prompt whose responses were all right is sampled at a higher temperature when it comes
     again, by ``increase`` for each such visit in a row. Source: arXiv 2511.04800."""
 
-    increase: float
-    highest: float
-    visits: dict[str, int] = field(default_factory=dict)  # in a row that were all right, by uid
-    _refused: Sequence[ScoredGroup] = ()
+    increase: Temperature = 0.1
+    highest: Temperature = 1.5
+    # In a row that were all right, by uid.
+    visits: dict[str, int] = field(default_factory=dict, init=False)
+    _refused: Sequence[ScoredGroup] = field(default=(), init=False)
 
     def temperature(self, prompt: Prompt, plain: float) -> float:
         in_a_row = self.visits.get(prompt.uid, 0)
@@ -189,8 +152,3 @@ class Erpo:
 
     def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
         self.visits = dict(state["visits"])
-
-
-@register_sampling_hook("erpo", changes_temperature=True)
-def erpo(*, increase: Temperature = 0.1, highest: Temperature = 1.5) -> SamplingHook:
-    return Erpo(increase, highest)

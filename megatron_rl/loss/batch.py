@@ -6,8 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from megatron_rl.loss.shapes import (
+    PerResponse,
+    PerToken,
+    ResponseCounts,
+    ResponseFlags,
+    Scalar,
+    TokenIndex,
+    TokenMask,
+)
 
 Columns = Mapping[str, Tensor]
 Knobs = Mapping[str, Any]
@@ -30,11 +39,10 @@ class ResponseBatch:
         columns: what signals give (``megatron_rl/signals``), by the names that functions read.
     """
 
-    rewards: Float[Tensor, " responses"]
-    correct: Bool[Tensor, " responses"]
-    group_ids: Int[Tensor, " responses"]
-    response_tokens: Int[Tensor, " responses"]
-    truncated: Bool[Tensor, " responses"] | None = None
+    rewards: PerResponse
+    correct: ResponseFlags
+    group_ids: ResponseCounts
+    response_tokens: ResponseCounts
     columns: Columns = field(default_factory=dict)
 
 
@@ -59,11 +67,11 @@ class Credit:
         rewards: what the estimator has seen; None where nobody computed it.
     """
 
-    advantages: Float[Tensor, " responses"]
-    kl_weights: Float[Tensor, " responses"]
-    keep: Bool[Tensor, " responses"]
+    advantages: PerResponse
+    kl_weights: PerResponse
+    keep: ResponseFlags
     metrics: Columns
-    rewards: Float[Tensor, " responses"] | None = None
+    rewards: PerResponse | None = None
 
 
 @dataclass(frozen=True)
@@ -82,17 +90,17 @@ class TokenBatch:
         columns: what they give of each response of the step, or in a shape of their own.
     """
 
-    logprobs: Float[Tensor, " tokens"]
-    old_logprobs: Float[Tensor, " tokens"]
-    response_index: Int[Tensor, " tokens"]
-    loss_mask: Bool[Tensor, " tokens"]
-    advantages: Float[Tensor, " responses"]
-    kl_weights: Float[Tensor, " responses"]
-    ref_logprobs: Float[Tensor, " tokens"] | None = None
-    sampler_logprobs: Float[Tensor, " tokens"] | None = None
-    correct: Bool[Tensor, " responses"] | None = None
-    group_ids: Int[Tensor, " responses"] | None = None
-    response_loss_tokens: Int[Tensor, " responses"] | None = None
+    logprobs: PerToken
+    old_logprobs: PerToken
+    response_index: TokenIndex
+    loss_mask: TokenMask
+    advantages: PerResponse
+    kl_weights: PerResponse
+    ref_logprobs: PerToken | None = None
+    sampler_logprobs: PerToken | None = None
+    correct: ResponseFlags | None = None
+    group_ids: ResponseCounts | None = None
+    response_loss_tokens: ResponseCounts | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
     token_columns: Columns = field(default_factory=dict)
@@ -109,7 +117,7 @@ class LossOutput:
     Example: ``LossOutput(tensor(0.03), {"loss/kl": tensor(0.01), "ratio_max": tensor(1.2)})``.
     """
 
-    loss: Float[Tensor, ""]
+    loss: Scalar
     metrics: Columns
 
 

@@ -116,9 +116,6 @@ class FunctionTable(Choices):
         self._known = {*inputs_of(source), *leading} - {*OPTIONAL}
         self._kind = kind
 
-    def schema(self, name: str) -> type[Named]:
-        return self[name].schema
-
     def readings(self, chosen: Named) -> Iterator[tuple[str, Reading]]:
         """The columns that a choice reads, each with itself as the reader."""
         for column in self[chosen.name].reads:

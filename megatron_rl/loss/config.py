@@ -9,13 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    PositiveInt,
-    SerializeAsAny,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveInt, SerializeAsAny, model_validator
 
 from megatron_rl.knobs import Named, Piece, by_key, by_name, one_of
 from megatron_rl.loss.choices import (
@@ -27,9 +21,9 @@ from megatron_rl.loss.choices import (
     SHAPERS,
     TOKEN_SHAPERS,
 )
-from megatron_rl.loss.per_response import advantages, histories, shaping
+from megatron_rl.loss.per_response import advantages, histories, shaping  # noqa: F401
 from megatron_rl.loss.per_response.filters import Curiosity, Overlong, Repetition
-from megatron_rl.loss.per_token import (
+from megatron_rl.loss.per_token import (  # noqa: F401 (decorators fill the tables)
     aggregate,
     demonstrations,
     kl,
@@ -41,20 +35,6 @@ from megatron_rl.loss.per_token import (
 from megatron_rl.loss.per_token.entropy_anchor import EntropyAnchor
 from megatron_rl.loss.per_token.perception import Perception
 from megatron_rl.loss.per_token.self_reward import SelfReward
-
-# Their decorators have filled the tables.
-FILES = (
-    advantages,
-    histories,
-    shaping,
-    token_advantages,
-    policy_losses,
-    response_losses,
-    demonstrations,
-    aggregate,
-    kl,
-    mismatch,
-)
 
 Estimator = Annotated[SerializeAsAny[Named], by_name(ESTIMATORS)]
 Shaping = Annotated[dict[str, SerializeAsAny[Named]], by_key(SHAPERS)]
@@ -183,17 +163,12 @@ class MethodConfig(Piece):
     def _domains(self) -> MethodConfig:
         name = self.estimator.name
         needs = ESTIMATORS[name].needs
-        if needs.unit_rewards and self.kl.placement == "reward":
-            raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which kl.placement=reward leaves;"
-                " set kl.placement=loss"
-            )
-        shaping = self.reward_shaping
-        changes = (shaping.overlong, shaping.repetition, shaping.curiosity)
+        added = self.reward_shaping
+        changes = (added.overlong, added.repetition, added.curiosity, self.kl.placement == "reward")
         if needs.unit_rewards and any(changes):
             raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which a penalty or bonus leaves; set"
-                " reward_shaping={}"
+                f"estimator {name} needs rewards in [0, 1], which a penalty, a bonus or a KL in the"
+                " reward leaves; set reward_shaping={} and kl.placement=loss"
             )
         if needs.check_knobs is not None:
             problem = needs.check_knobs(**self.estimator.knobs)

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
 from megatron_rl.loss.batch import Credit, LossOutput, Readings, ResponseBatch, TokenBatch
 from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_response.credit import credit, response_reads
-from megatron_rl.loss.per_response.filters import informative_groups
 from megatron_rl.loss.per_token.terms import SequenceSum
 from megatron_rl.loss.per_token.token_loss import token_loss, token_reads
 from megatron_rl.loss.per_token.whole_responses import SequenceGather
-from megatron_rl.loss.segments import lifted, segments_of
+from megatron_rl.loss.segments import lifted
+from megatron_rl.loss.shapes import PerResponse, ResponseCounts, ResponseFlags, TokenIndex
 
 FIELDS = {field.name for field in fields(TokenBatch)}  # what every run gives: no signals
 
@@ -85,11 +81,11 @@ class Method:
 
     def shape_rewards(
         self,
-        rewards: Float[Tensor, " responses"],
-        response_tokens: Int[Tensor, " responses"],
-        truncated: Bool[Tensor, " responses"],
-        token_ids: Int[Tensor, " tokens"] | None = None,
-    ) -> Float[Tensor, " responses"]:
+        rewards: PerResponse,
+        response_tokens: ResponseCounts,
+        truncated: ResponseFlags,
+        token_ids: TokenIndex | None = None,
+    ) -> PerResponse:
         """Rewards plus the method's penalties (overlong, repetition), if it has any.
 
         ``token_ids``: all response tokens, one response after another; needed when
@@ -109,21 +105,9 @@ class Method:
             shaped = shaped + shaping.repetition.of(token_ids, response_tokens, truncated, dtype)
         return shaped
 
-    def wants_groups(
-        self, correct: Bool[Tensor, " responses"], group_ids: Int[Tensor, " responses"]
-    ) -> Bool[Tensor, " responses"]:
-        """Rows whose group dynamic sampling keeps; all rows of a method without it."""
-        if self.config.filters.dynamic_sampling is None:
-            return torch.ones_like(correct)
-        groups = segments_of(group_ids)
-        return groups.broadcast(informative_groups(correct, groups))
-
     def wants_group(self, correct: Sequence[bool]) -> bool:
-        """``wants_groups`` of one group with these responses; under dynamic sampling one that is
-        too small for the method is not wanted."""
+        """Whether dynamic sampling keeps a group: 0 < sum(correct) < G, both outcomes seen (DAPO,
+        arXiv 2503.14476, eq. 11), and not too small for the method; always without it."""
         if self.config.filters.dynamic_sampling is None:
             return True
-        if len(correct) < self.config.min_group:
-            return False
-        one_group = torch.zeros(len(correct), dtype=torch.int64)
-        return bool(self.wants_groups(torch.tensor(correct), one_group).all())
+        return 0 < sum(correct) < len(correct) and len(correct) >= self.config.min_group

@@ -9,15 +9,7 @@ from transformers import AutoConfig
 
 from megatron_rl.config.model_config import read_model_config
 from megatron_rl.errors import RegistrationError, concerning
-from megatron_rl.models import (
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen2_5_vl,
-    qwen3,
-    qwen3_moe,
-)
+from megatron_rl.models import llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen3, qwen3_moe
 from megatron_rl.models.base import Architecture, Family, Slot
 
 FAMILIES = {
@@ -61,16 +53,15 @@ def read_architecture(path: Path) -> tuple[Architecture, Any]:
         ValueError: no such directory, no config.json, one that cannot be read, an architecture or
         an option the policy does not implement.
     """
-    if not path.is_dir():
-        raise ValueError(
-            f"model.path: {path} is not a directory; give a local HF model directory (config.json"
-            " and safetensors)"
-        )
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"model.path: {path} holds no config.json; give a HF model directory (config.json and"
-            " safetensors)"
-        )
+    for there, what in (
+        (path.is_dir(), "is not a directory"),
+        ((path / "config.json").is_file(), "holds no config.json"),
+    ):
+        if not there:
+            raise ValueError(
+                f"model.path: {path} {what}; give a local HF model directory (config.json and"
+                " safetensors)"
+            )
     values = read_model_config(path / "config.json", FAMILIES)
     # transformers checks the types of some keys, by errors of its own that do not name the file.
     with concerning(

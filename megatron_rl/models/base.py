@@ -5,7 +5,7 @@ Nothing here imports megatron, so that planners can read an architecture without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,11 +125,14 @@ def refuse(hf: Any, allowed: Mapping[str, tuple[Any, ...]]) -> None:
     """
     for option, values in allowed.items():
         if hasattr(hf, option) and getattr(hf, option) not in values:
-            shown = " or ".join(repr(value) for value in values)
-            raise ValueError(
-                f"config.json of {hf.model_type}: {option} is {getattr(hf, option)!r}, which the"
-                f" policy does not implement; only {shown} is supported, give another model"
-            )
+            raise ValueError(_refusal(hf, option, getattr(hf, option), values))
+
+
+def _refusal(hf: Any, option: str, value: Any, allowed: Sequence[Any]) -> str:
+    return (
+        f"config.json of {hf.model_type}: {option} is {value!r}, which the policy does not"
+        f" implement; only {' or '.join(map(repr, allowed))} is supported, give another model"
+    )
 
 
 def vision_problems(
@@ -157,30 +160,21 @@ def common(hf: Any, **more: Any) -> Architecture:
     """
     refuse(hf, {"hidden_act": ("silu",)})
     rope = dict(hf.rope_parameters)
-    rope_type = rope["rope_type"]
-    if rope_type not in ("default", "llama3", "linear"):
-        raise ValueError(
-            f"config.json of {hf.model_type}: rope type is {rope_type!r}, which the policy does not"
-            " implement; only 'default', 'llama3' and 'linear' are supported, give another model"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json of {hf.model_type}: partial_rotary_factor is"
-            f" {rope['partial_rotary_factor']}; only 1.0 is supported, give another model"
-        )
-    layer_types = set(getattr(hf, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise ValueError(
-            f"config.json of {hf.model_type}: layer_types has {sorted(layer_types)}; "
-            "only 'full_attention' is supported, give another model"
-        )
+    layer_types = sorted(set(getattr(hf, "layer_types", None) or ["full_attention"]))
+    for what, value, allowed in (
+        ("rope type", rope["rope_type"], ("default", "llama3", "linear")),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
+        ("layer_types", layer_types, (["full_attention"],)),
+    ):
+        if value not in allowed:
+            raise ValueError(_refusal(hf, what, value, allowed))
     # A family with experts adds their sizes itself, in addition to their tensors.
     sizes = asdict(model_sizes({key: getattr(hf, key, None) for key in DENSE_SIZES}))
     fields: dict[str, Any] = {
         "family": hf.model_type,
         "norm_eps": hf.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
-        "rope_type": rope_type,
+        "rope_type": rope["rope_type"],
         # The text section of a model with a tower lacks it: the key is the model's.
         "tied_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "max_positions": hf.max_position_embeddings,

@@ -2,14 +2,7 @@
 
 from typing import Any
 
-from megatron_rl.models.base import (
-    ATTENTION,
-    DENSE_MLP,
-    Architecture,
-    Family,
-    common,
-    refuse,
-)
+from megatron_rl.models.base import ATTENTION, DENSE_MLP, Architecture, Family, common, refuse
 
 
 def read(hf: Any) -> Architecture:

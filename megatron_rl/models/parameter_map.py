@@ -55,18 +55,17 @@ def padded_vocab(vocab_size: int, divisible_by: int, tensor: int) -> int:
 def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """Parameters of one layer without its experts, in the order of the architecture."""
     prefix = f"model.layers.{layer}."
-    return [Parameter(slot, _names(prefix, slot), layer) for slot in arch.layer_slots]
+    return [_parameter(slot, prefix, layer) for slot in arch.layer_slots]
 
 
 def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:
     """Parameters of one expert of one layer."""
     prefix = f"model.layers.{layer}.{arch.expert_prefix}.{expert}."
-    return [Parameter(slot, _names(prefix, slot), layer, expert) for slot in arch.expert_slots]
+    return [_parameter(slot, prefix, layer, expert) for slot in arch.expert_slots]
 
 
-def _names(prefix: str, slot: Slot) -> tuple[str, ...]:
-    """HF names of the tensors in a slot of one layer or expert."""
-    return tuple(prefix + name for name in slot.hf)
+def _parameter(slot: Slot, prefix: str, layer: int, expert: int | None = None) -> Parameter:
+    return Parameter(slot, tuple(prefix + name for name in slot.hf), layer, expert)
 
 
 def vision_parameters(arch: Architecture) -> list[Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -64,14 +65,11 @@ def _vision(hf: Any) -> Vision:
             " the key"
         )
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    numbers = 1
-    for size in patch:
-        numbers *= size
     return Vision(
         tensors=tuple(_tensors(vision, patch)),
         image_token=hf.image_token_id,
         merge=vision.spatial_merge_size,
-        patch_numbers=numbers,
+        patch_numbers=math.prod(patch),
         depth=vision.depth,
         hidden_size=vision.hidden_size,
         ffn_hidden_size=vision.intermediate_size,

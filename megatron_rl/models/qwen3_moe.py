@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from megatron_rl.models.base import (
-    ATTENTION,
-    QK_NORM,
-    Architecture,
-    Family,
-    Slot,
-    common,
-    refuse,
-)
+from megatron_rl.models.base import ATTENTION, QK_NORM, Architecture, Family, Slot, common, refuse
 
 ROUTER = (Slot("mlp.router.weight", "whole", ("mlp.gate.weight",)),)
 EXPERT = (

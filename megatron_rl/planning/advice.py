@@ -26,18 +26,13 @@ def describe(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget
         for field in fields(stage)
         if field.name in counted
     ]
-    phases = [_in_all(demand) for demand in wanted]
+    phases = [f"{each.phase} {each.need_gib:.2f}" for each in wanted]
+    limits = ["" if each.has_gib is None else f" of {each.has_gib:.2f}" for each in wanted]
+    in_all = ", ".join(map(str.__add__, phases, limits))
     return (
         f"memory plan of a rank in GiB (pipeline stage {stage.stage}): {', '.join(sizes)}; in all:"
-        f" {', '.join(phases)}"
+        f" {in_all}"
     )
-
-
-def _in_all(demand: Demand) -> str:
-    text = f"{demand.phase} {demand.need_gib:.2f}"
-    if demand.has_gib is not None:
-        text += f" of {demand.has_gib:.2f}"
-    return text
 
 
 def problems(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget) -> list[str]:
@@ -83,10 +78,11 @@ def moves(demand: Demand, config: Config) -> Iterator[str]:
     offload = config.memory.offload
     level = config.rollout.sleep_level
     if demand.phase in ("weight sync", "generation"):
-        movable = [state for state in STATES if state in demand.parts]
-        if "weights" in movable and _weights_must_stay(demand.phase, config):
-            movable.remove("weights")
-        if movable:
+        # A weight sync reads the weights; those that are kept in FP8 cannot be offloaded at all.
+        fp8 = config.precision.fp8
+        stay = demand.phase == "weight sync" or (fp8 is not None and fp8.param_gather)
+        states = [state for state in STATES if not (stay and state == "weights")]
+        if movable := [state for state in states if state in demand.parts]:
             yield f"add {', '.join(movable)} to memory.offload (now {offload})"
     elif demand.phase in (*ON_HOST, "the run") and host_copies(config):
         copies = ", ".join(host_copies(config))
@@ -95,12 +91,6 @@ def moves(demand: Demand, config: Config) -> Iterator[str]:
         yield "set rollout.sleep_level=2 (now 0), so that the engine leaves while the policy trains"
     if level == 1 and demand.phase in ON_HOST:
         yield "set rollout.sleep_level=2 (now 1), which drops the engine's weights"
-
-
-def _weights_must_stay(phase: str, config: Config) -> bool:
-    """A weight sync reads them; those that are kept in FP8 cannot be offloaded at all."""
-    fp8 = config.precision.fp8
-    return phase == "weight sync" or (fp8 is not None and fp8.param_gather)
 
 
 def shrinks(part: str, config: Config) -> Iterator[str]:

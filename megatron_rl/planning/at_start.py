@@ -15,7 +15,6 @@ from megatron_rl.loss import Method
 from megatron_rl.models import read_architecture
 from megatron_rl.planning import memory
 from megatron_rl.planning.advice import describe, problems
-from megatron_rl.planning.balance import idle_warning
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.phases import MemoryBudget
 from megatron_rl.planning.workload import workload
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_memory(config: Config, world: World) -> None:
-    """Collective: logs what a rank will hold, refuses what does not fit, warns of idle ranks.
+    """Collective: logs what a rank will hold, and refuses what does not fit.
 
     The smallest device of the launch decides; rank 0 logs.
 
@@ -46,8 +45,6 @@ def check_memory(config: Config, world: World) -> None:
         raise ConfigError(too_large, "the memory plan (memory.enforce=false starts anyway)")
     for problem in too_large:
         logger.warning("memory.enforce = False, though %s", problem)
-    if warning := idle_warning(config, world.size):
-        logger.warning("%s", warning)
 
 
 def plan(
@@ -73,12 +70,12 @@ def plan(
         arch, config.parallel, config.precision, config.rollout, load, budget.device_gib
     )
     if config.source.is_servers:
-        return [_beside_servers(stage, config) for stage in stages]
+        return [_with_servers(stage, config) for stage in stages]
     return stages
 
 
-def _beside_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
-    """No engine; in its place, in lockstep behind the policy, what ``WeightHistory`` holds."""
+def _with_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
+    """No engine; in its place, in lockstep what ``WeightHistory`` holds."""
     held = config.source.staleness > 0 and config.source.schedule == "lockstep"
     return replace(
         stage,

@@ -6,14 +6,9 @@ import heapq
 
 import numpy as np
 
-from megatron_rl.config.rules.layout_rules import replica_ranks
-from megatron_rl.config.schema import Config
-
-IDLE_LIMIT = 0.15  # share of the ranks' time
 _SPREAD = 0.9  # standard deviation of the logarithm of a response's length
 _LONGEST = 4.0  # responses end at so many times the mean, as at a limit of 16k for a mean of 4k
 _DRAWS = 3
-_MOST_ROWS = 64  # a rank; beyond, nothing is idle
 
 
 def idle_share(rows: int, ranks: int) -> float:
@@ -35,24 +30,3 @@ def idle_share(rows: int, ranks: int) -> float:
             heapq.heapreplace(loads, loads[0] + float(row))
         shares.append(1.0 - float(work.sum()) / ranks / max(loads))
     return float(np.mean(shares))
-
-
-def idle_warning(config: Config, world_size: int) -> str | None:
-    """A warning about ranks that will wait for each other; None where they will not."""
-    batch = config.batch
-    ranks = world_size // replica_ranks(config.parallel)
-    rows = batch.prompts_per_minibatch * batch.responses_per_prompt
-    if ranks < 2 or rows >= _MOST_ROWS * ranks:
-        return None
-    idle = idle_share(rows, ranks)
-    if idle <= IDLE_LIMIT:
-        return None
-    enough = batch.prompts_per_minibatch
-    while idle_share(enough * batch.responses_per_prompt, ranks) > IDLE_LIMIT:
-        enough *= 2
-    return (
-        f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: {rows} responses over"
-        f" {ranks} data-parallel ranks are {rows / ranks:.1f} a rank, so that training will idle"
-        f" some {100 * idle:.0f} % of its time (lengths with a long tail assumed); raise it to"
-        f" {enough}, or give the ranks to parallel.context or parallel.tensor"
-    )

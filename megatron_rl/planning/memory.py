@@ -1,6 +1,6 @@
 """Memory of a configuration before anything is built, for the policy and its engine.
 
-Next to a CUDA device, page-locked copies of the policy on the host count exactly: they are made in
+On the host of a CUDA device, page-locked copies of the policy count exactly: they are made in
 blocks that lose less than 128 KiB for each tensor.
 """
 

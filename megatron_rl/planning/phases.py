@@ -26,7 +26,7 @@ _PASSES = ("activations", "logits")
 _ENGINE_FOR_SYNC = ("engine_weights", "engine_sampler")
 ENGINE = (*_ENGINE_FOR_SYNC, "kv_cache")
 ENGINE_ON_CPU = ("engine_weights", "kv_cache")
-ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
+ON_HOST = ("host copies", "checkpoint")  # phases of the host of a CUDA device
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MemoryBudget:
 
     Attributes:
         device_gib: of the device; on ``kind`` cpu this rank's share of the host's memory.
-        host_gib: the share of the host beside a CUDA device; None: not checked.
+        host_gib: the share of the host of a CUDA device; None: not checked.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -110,8 +110,8 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def _quantized_at_end(config: Config) -> bool:
-    """Whether a weight sync holds the engine's weights unquantized until its end, beside those that
-    it replaces: the ranks of an engine agree on a scale, and shards of a plan arrive in another
+    """Whether a weight sync holds the engine's weights unquantized, next to those that it replaces,
+    until its end: the ranks of an engine agree on a scale, and shards of a plan arrive in another
     order on each (engine/weights/worker.py, ``processing_is_collective``)."""
     rollout = config.rollout
     planned = config.sync_method == "reshard"

@@ -16,12 +16,7 @@ from megatron_rl.config.rules.layout_rules import stage_layers
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import padded_vocab
-from megatron_rl.planning.parameter_counts import (
-    Counts,
-    is_layer_matrix,
-    is_trained,
-    stage_counts,
-)
+from megatron_rl.planning.parameter_counts import Counts, is_layer_matrix, is_trained, stage_counts
 from megatron_rl.planning.workload import Workload
 from megatron_rl.policy.activations import (
     FLOAT32_BYTES,
@@ -91,7 +86,7 @@ def policy_memory(
 def _optimizer_bytes(
     count: Counts, parallel: ParallelConfig, precision: PrecisionConfig, world_size: int
 ) -> int:
-    """Two moments of each parameter, and the float32 weights beside bfloat16 ones."""
+    """Two moments of each parameter, and the float32 weights next to bfloat16 ones."""
     state_bytes = 2 * ITEM_BYTES[precision.adam_moments]
     if precision.params == "bfloat16":
         state_bytes += FLOAT32_BYTES

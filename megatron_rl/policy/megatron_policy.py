@@ -106,8 +106,7 @@ class MegatronPolicy:
         self._dispatchers = dispatcher_tensors(self.modules)
         self.reference: Reference | None = None
         if settings.keep_reference:
-            staged = self.device.type == "cuda"
-            self.reference = Reference(self.held, self.chunks, staged=staged)
+            self.reference = Reference(self.held, self.chunks)
         self._by_key = {item.key: item.tensor for item in self.held}
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
         vocab_size = self.arch.vocab_size

@@ -27,7 +27,7 @@ from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.hardware import this_machine
-from megatron_rl.policy.passes.attention import PackedAttention, Packing, RMSNorm
+from megatron_rl.policy.passes.attention import PackedAttention, RMSNorm
 from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
 from megatron_rl.policy.precision import model_fields
 
@@ -44,23 +44,21 @@ class HiddenStates(GPTModel):
     ) -> tuple[Any, ...]:
         """megatron's, with rotary angles by the ``positions`` of a packing that has them; of a
         vision-language model, with its positions and the features of its images."""
-        if self.position_embedding_type == "mrope":
+        has_images = self.position_embedding_type == "mrope"
+        if has_images:
             kwargs["position_ids"] = packed_seq_params.rope_positions
             if self.pre_process:
                 images = packed_seq_params.images
                 kwargs["decoder_input"] = embed(self, kwargs["input_ids"], images)
-            return super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        decoder_input, angles, *rest = super()._preprocess(
-            *args, packed_seq_params=packed_seq_params, **kwargs
-        )
-        if isinstance(packed_seq_params, Packing) and packed_seq_params.positions is not None:
-            # The fused kernel counts positions from the boundaries of sequences, and would give
-            # wrong angles to those that borrow their prompt.
-            assert not self.config.apply_rope_fusion, (
-                "shared prompts need the rotary angles unfused"
-            )
-            angles = angles.index_select(0, packed_seq_params.positions)
-        return decoder_input, angles, *rest
+        found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        positions = getattr(packed_seq_params, "positions", None)
+        if has_images or positions is None:
+            return found
+        # The fused kernel counts positions from the boundaries of sequences, and would give wrong
+        # angles to those that borrow their prompt.
+        assert not self.config.apply_rope_fusion, "shared prompts need the rotary angles unfused"
+        decoder_input, angles, *rest = found
+        return decoder_input, angles.index_select(0, positions), *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process or not self.config.sequence_parallel:
@@ -83,9 +81,8 @@ def fused_kernels(experts: bool, mrope: bool) -> dict[str, Any]:
 
     The fused rotary kernel reads the boundaries of packed sequences on the device; the plain way
     fetches them to the host in every layer, and alone takes angles of every token (``mrope``).
-    ``bias_activation_fusion`` is the activation between
-    the matrices of the feed-forward part. The experts of a rank become one layer with numbered
-    weights (see ``weights.GROUPED_EXPERT``).
+    ``bias_activation_fusion`` is the activation between the matrices of the feed-forward part. The
+    experts of a rank become one layer with numbered weights (see ``weights.GROUPED_EXPERT``).
     """
     on = this_machine().transformer_engine is not None
     return dict(
@@ -222,10 +219,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
         norm: Any = TENorm
     else:
         layer = get_gpt_layer_local_spec(
-            num_experts=experts,
-            moe_grouped_gemm=False,
-            qk_layernorm=qk_norm,
-            normalization="RMSNorm",
+            num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm"
         )
         norm = RMSNorm
         layer.submodules.input_layernorm = norm

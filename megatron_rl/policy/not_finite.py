@@ -22,13 +22,10 @@ def not_finite(tensors: Iterable[Tensor]) -> list[int]:
     """
     # The largest absolute value is NaN or infinite exactly where one of the values is.
     infinity = float("inf")
-    largest = [
-        torch.linalg.vector_norm(tensor.detach(), ord=infinity).float() for tensor in tensors
-    ]
+    largest = [torch.linalg.vector_norm(each.detach(), ord=infinity).float() for each in tensors]
     if not largest:
         return []
-    are_finite = torch.stack(largest).isfinite().tolist()
-    return [place for place, is_finite in enumerate(are_finite) if not is_finite]
+    return (~torch.stack(largest).isfinite()).nonzero().squeeze(1).tolist()
 
 
 def check_weights(
@@ -52,16 +49,13 @@ def check_weights(
     dist.all_reduce(total)
     if total.item() == 0:
         return
-    own_names: list[str] = []
-    for place in bad:
-        own_names += named[place][0]
+    own_names = {name for place in bad for name in named[place][0]}
     names = sorted(set().union(*gather_objects(own_names)))
     shown = ", ".join(names[:SHOWN])
     if len(names) > SHOWN:
         shown += ", ..."
-    rate = "before the first optimizer step"
-    if learning_rate is not None:
-        rate = f"learning rate {learning_rate:g}"
+    before = learning_rate is None
+    rate = "before the first optimizer step" if before else f"learning rate {learning_rate:g}"
     raise NonFiniteError(
         f"step {step}: weights of {len(names)} tensors are not finite ({rate}): {shown}; they are"
         " neither given to the engine, nor saved, nor exported. Lower optim.learning_rate, or clip"

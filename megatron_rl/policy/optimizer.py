@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def step(
     are on every rank: megatron checks only where it scales the loss, and a loss can be NaN while
     its gradient is not.
     """
-    for group in _groups(optimizer):
+    for group in (group for part in parts(optimizer) for group in part.param_groups):
         group["lr"] = rate
         # Megatron marks biases and norms by wd_mult 0, and only its own scheduler applies that.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
@@ -84,14 +84,9 @@ def step(
     if optim.clip_grad > 0:
         for part in parts(optimizer):
             parameters = part.get_parameters()
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             if parameters:
-                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(
-                    parameters,
-                    max_norm=optim.clip_grad,
-                    total_norm=norm,
-                    use_decoupled_grad=decoupled,
-                )
+                clip_grad_by_total_norm_fp32(parameters, optim.clip_grad, norm, decoupled)
     _step_with_ready_gradients(optimizer)
     return norm, False
 
@@ -116,8 +111,7 @@ def gradient(parameter: Any) -> Tensor:
     """What a backward left for ``parameter``; zeros for one that is not trained."""
     if not parameter.requires_grad:
         return torch.zeros_like(parameter)
-    left: Tensor = parameter.main_grad
-    return left
+    return parameter.main_grad
 
 
 def whole_gradients(chunks: Sequence[Any]) -> None:
@@ -135,26 +129,16 @@ def whole_gradients(chunks: Sequence[Any]) -> None:
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
-def _groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
-    for part in parts(optimizer):
-        yield from part.param_groups
-
-
-def unshare_steps(optimizer: MegatronOptimizer) -> int:
-    """Gives every parameter its own Adam step count and returns how many were shared.
+def unshare_steps(optimizer: MegatronOptimizer) -> None:
+    """Gives every parameter its own Adam step count.
 
     Loading a distributed optimizer with torch's Adam puts ONE tensor into the state of every
     parameter; each update then advances it once per parameter. Call after every load.
     """
-    seen: set[int] = set()
-    shared = 0
     for part in parts(optimizer):
         for state in part.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
-                shared += id(state["step"]) in seen
-                seen.add(id(state["step"]))
                 state["step"] = state["step"].detach().clone()
-    return shared
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.rules.hardware import BLOCK, Machine
-from megatron_rl.config.schema import Fp8Config, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
 
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 SOURCES = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "torch"}
@@ -150,25 +150,19 @@ def describe(precision: PrecisionConfig, machine: Machine) -> str:
     of Transformer Engine".
     """
     engine = machine.transformer_engine
-    parts = [
-        f"layers of Transformer Engine {engine}" if engine else "layers of megatron-core and torch",
-        f"weights {precision.params}",
-    ]
-    if precision.fp8 is not None:
-        parts += _describe_fp8(precision.fp8)
-    adam = f"Adam of {SOURCES[machine.adam]}"
+    layers = f"Transformer Engine {engine}" if engine else "megatron-core and torch"
+    parts = [f"layers of {layers}", f"weights {precision.params}"]
+    fp8 = precision.fp8
+    if fp8 is not None:
+        parts.append(f"FP8 {fp8.recipe} ({fp8.format})")
+        ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
+        if ends:
+            parts.append(f"{ends} layers in bfloat16")
+        if fp8.param_gather:
+            parts.append("weights kept in FP8")
+        if fp8.logprobs == "bfloat16":
+            parts.append("logprobs without FP8")
+    parts.append(f"Adam of {SOURCES[machine.adam]}")
     if precision.adam_moments != "float32":
-        adam += f" with {precision.adam_moments} moments"
-    return ", ".join([*parts, adam])
-
-
-def _describe_fp8(fp8: Fp8Config) -> list[str]:
-    parts = [f"FP8 {fp8.recipe} ({fp8.format})"]
-    ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
-    if ends:
-        parts.append(f"{ends} layers in bfloat16")
-    if fp8.param_gather:
-        parts.append("weights kept in FP8")
-    if fp8.logprobs == "bfloat16":
-        parts.append("logprobs without FP8")
-    return parts
+        parts[-1] += f" with {precision.adam_moments} moments"
+    return ", ".join(parts)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.policy.state.host_memory import HostBuffer
+from megatron_rl.policy.state.host_memory import HostBuffer, synchronize
 from megatron_rl.policy.state.weights import LocalParameter
 
 Name = tuple[int, str]  # number of the chunk, name of the parameter in it
@@ -45,30 +45,23 @@ class Frozen:
 class Reference:
     """The starting weights: those of the policy when this is built.
 
-    In a reference pass the parameters point to other memory; the trained weights stay where they
-    are and are never copied. ``staged`` False (host and device are one): they point to the host's
-    copy. True: to the memory of the gradients, which hold nothing between two updates and are never
-    smaller than the weights; the starting weights are copied there for each pass, which leaves
-    zeros behind.
+    In a reference pass the parameters point to the memory of the gradients, which hold nothing
+    between two updates and are never smaller than the weights: the starting weights are copied
+    there for each pass, which leaves zeros. The trained weights stay where they are and are never
+    copied.
     """
 
-    def __init__(
-        self, held: Sequence[LocalParameter], chunks: Sequence[Any], *, staged: bool
-    ) -> None:
-        self.bytes_moved = 0  # between host and device, in all passes
-        self._staged = staged
+    def __init__(self, held: Sequence[LocalParameter], chunks: Sequence[Any]) -> None:
+        self.bytes_moved = 0  # from the host, in all passes
         buffers: list[Any] = []
         for chunk in chunks:
             buffers += [*chunk.buffers, *chunk.expert_parallel_buffers]
-        self._frozen = [_lay_out(held, buffer, pinned=staged) for buffer in buffers]
-        laid_out = sum(len(frozen.held) for frozen in self._frozen)
-        untrained = [item for item in held if not item.tensor.requires_grad]
-        # They keep their starting weights anyway.
-        self.untrained: set[Name] = {(item.chunk, item.name) for item in untrained}
-        trained = len(held) - len(untrained)
+        self._frozen = [_lay_out(held, buffer) for buffer in buffers]
+        # What is not trained keeps its starting weights anyway.
+        trained = sum(item.tensor.requires_grad for item in held)
+        laid_out = len(self.names)
         assert laid_out == trained, f"{laid_out} of {trained} parameters are in DDP's buffers"
-        for frozen in self._frozen:
-            self._fill(frozen)
+        self._fill()
 
     @property
     def names(self) -> list[Name]:
@@ -77,24 +70,30 @@ class Reference:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the parameters have the starting weights. Staged: gradients are zero after it."""
+        """Inside, the parameters have the starting weights. Gradients are zero after it."""
         own: list[tuple[Tensor, Tensor]] = []
         try:
             for frozen in self._frozen:
-                for item, values in frozen.views(self._for_pass(frozen)):
+                frozen.host.give(frozen.device_bytes)
+                self.bytes_moved += frozen.host.num_bytes
+                for item, values in frozen.views(frozen.device_bytes):
                     own.append((item.tensor, item.tensor.data))
                     item.tensor.data = values
             yield
         finally:
             for parameter, data in own:
                 parameter.data = data
-            self._clear()
+            for frozen in self._frozen:
+                frozen.gradients.zero_()
 
     def tensors(self) -> dict[Name, Tensor]:
-        """The starting weights on the CPU: copies when staged, else they themselves."""
+        """The starting weights, copies on the CPU."""
         by_name = {}
         for frozen in self._frozen:
-            for item, values in frozen.views(self._on_cpu(frozen)):
+            flat = torch.empty(frozen.host.num_bytes, dtype=torch.uint8)
+            synchronize(frozen.gradients.device)  # the device may still use the host's copy
+            frozen.host.give(flat)
+            for item, values in frozen.views(flat):
                 by_name[item.chunk, item.name] = values
         return by_name
 
@@ -102,56 +101,29 @@ class Reference:
     def assign(self, tensors: Mapping[Name, Tensor]) -> None:
         """Replaces the starting weights by ``tensors``, one for each parameter."""
         for frozen in self._frozen:
-            flat = self._on_cpu(frozen)
+            flat = torch.zeros(frozen.host.num_bytes, dtype=torch.uint8)
             for item, values in frozen.views(flat):
                 values.copy_(tensors[item.chunk, item.name])
-            if self._staged:
-                frozen.host.take(flat)
+            synchronize(frozen.gradients.device)
+            frozen.host.take(flat)
 
     @torch.no_grad()
-    def _fill(self, frozen: Frozen) -> None:
-        flat = frozen.device_bytes if self._staged else frozen.host.whole
-        for item, values in frozen.views(flat):
-            values.copy_(item.tensor)
-        if self._staged:
-            frozen.host.take(flat)
-            self._wait(frozen)
+    def _fill(self) -> None:
+        for frozen in self._frozen:
+            for item, values in frozen.views(frozen.device_bytes):
+                values.copy_(item.tensor)
+            frozen.host.take(frozen.device_bytes)
+            synchronize(frozen.gradients.device)
             frozen.gradients.zero_()
 
-    def _for_pass(self, frozen: Frozen) -> Tensor:
-        if not self._staged:
-            return frozen.host.whole
-        flat = frozen.device_bytes
-        frozen.host.give(flat)
-        self.bytes_moved += frozen.host.num_bytes
-        return flat
 
-    def _clear(self) -> None:
-        if self._staged:
-            for frozen in self._frozen:
-                frozen.gradients.zero_()
-
-    def _on_cpu(self, frozen: Frozen) -> Tensor:
-        if not self._staged:
-            return frozen.host.whole
-        self._wait(frozen)
-        flat = torch.empty(frozen.host.num_bytes, dtype=torch.uint8)
-        frozen.host.give(flat)
-        return flat
-
-    def _wait(self, frozen: Frozen) -> None:
-        """Waits until the device no longer uses the host's copy."""
-        if frozen.gradients.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def _lay_out(held: Sequence[LocalParameter], buffer: Any, *, pinned: bool) -> Frozen:
+def _lay_out(held: Sequence[LocalParameter], buffer: Any) -> Frozen:
     places = buffer.param_index_map
     in_buffer = tuple(item for item in held if item.tensor in places)
     num_bytes = buffer.grad_data.numel() * buffer.param_dtype.itemsize
     assert num_bytes <= buffer.grad_data.nbytes, (
         f"gradients in {buffer.grad_dtype} for weights in {buffer.param_dtype}"
     )
-    host = HostBuffer(num_bytes, pinned=pinned)
+    host = HostBuffer(num_bytes, pinned=buffer.grad_data.is_cuda)
     starts = tuple(places[item.tensor][0] for item in in_buffer)
     return Frozen(host, buffer.grad_data, buffer.param_dtype, in_buffer, starts)

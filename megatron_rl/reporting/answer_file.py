@@ -74,11 +74,8 @@ class AnswerFile:
 
     def answered(self) -> set[str]:
         """The uids of the prompts whose responses are there."""
-        uids: set[str] = set()
-        for path in self._files():
-            column = _opened(path).read(["uid"]).column("uid")
-            uids.update(column.unique().to_pylist())
-        return uids
+        columns = [_opened(path).read(["uid"]).column("uid") for path in self._files()]
+        return {uid for column in columns for uid in column.unique().to_pylist()}
 
     def add(self, slices: Iterable[Sequence[AnswerRow]]) -> None:
         """Adds whole prompts, as one portion; every slice is on its way to the disk before the next
@@ -93,7 +90,7 @@ class AnswerFile:
 
     def finish(self) -> None:
         """Makes one file of the portions."""
-        # A kill between the two lines below leaves portions beside a whole file. Nothing reads
+        # A kill between the two lines below leaves portions next to a whole file. Nothing reads
         # them then, and the next call removes them.
         if not self.is_whole:
             self._write(self.path, self._stored_tables())
@@ -107,8 +104,7 @@ class AnswerFile:
 
     def judged(self) -> Judged:
         """The columns that metrics are computed from; extracted answers are the only texts."""
-        read = _opened(self.path).read(_JUDGED)
-        values = {name: read.column(name).to_pylist() for name in _JUDGED}
+        values = _opened(self.path).read(_JUDGED).to_pydict()
         # Prompts are numbered as they come: uids b, b, a, a give group_ids 0, 0, 1, 1.
         numbers: dict[str, int] = {}
         for uid in values["uid"]:
@@ -145,13 +141,10 @@ class AnswerFile:
 
 def steps_there(folder: Path) -> dict[int, str]:
     """Steps whose file is whole, ascending, with the fingerprint of what answered."""
-    found = {}
-    for path in sorted(folder.glob(f"*{_SUFFIX}")):
-        step = step_of(path.with_suffix(""))
-        if step is not None:
-            found[step] = _weights_of(path)
+    paths = {step_of(path.with_suffix("")): path for path in folder.glob(f"*{_SUFFIX}")}
     # Names sort by step only up to 999999: "step_1000000" comes before "step_999999".
-    return dict(sorted(found.items()))
+    steps = sorted(step for step in paths if step is not None)
+    return {step: _weights_of(paths[step]) for step in steps}
 
 
 def _weights_of(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,15 +62,13 @@ class Judged:
         # Numbered anew without gaps, since ``bincount`` would count a missing number as a prompt
         # without responses: 1, 1, 4, 4 become 0, 0, 1, 1.
         _, group_ids = np.unique(self.group_ids[rows], return_inverse=True)
+        columns = (self.correct, self.rewards, self.lengths, self.truncated)
         return Judged(
-            group_ids=group_ids,
-            data_sources=[self.data_sources[row] for row in rows],
-            correct=self.correct[rows],
-            rewards=self.rewards[rows],
-            lengths=self.lengths[rows],
-            truncated=self.truncated[rows],
-            extracted=[self.extracted[row] for row in rows],
-            has_verdict=self.has_verdict[rows],
+            group_ids,
+            [self.data_sources[row] for row in rows],
+            *(column[rows] for column in columns),
+            [self.extracted[row] for row in rows],
+            self.has_verdict[rows],
         )
 
 
@@ -125,9 +124,8 @@ def _bounds(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     bounds = {}
     for key, values in _of_prompts(judged, pass_at).items():
         interval = bootstrap(values)
-        name = key.removeprefix("eval/")
-        bounds[LOW + name] = interval.low
-        bounds[HIGH + name] = interval.high
+        bounds[key.replace("eval/", LOW, 1)] = interval.low
+        bounds[key.replace("eval/", HIGH, 1)] = interval.high
     return bounds
 
 
@@ -153,13 +151,11 @@ def _of_prompts(judged: Judged, pass_at: Sequence[int]) -> dict[str, list[float]
 
 def _majorities(judged: Judged) -> list[float]:
     """1 or 0 of each prompt whose responses have votes."""
-    answers: dict[int, list[str | None]] = {}
-    correct: dict[int, list[bool]] = {}
-    rows = zip(judged.group_ids.tolist(), judged.extracted, judged.correct.tolist(), strict=True)
-    for group, extracted, is_right in rows:
-        answers.setdefault(group, []).append(extracted)
-        correct.setdefault(group, []).append(is_right)
-    found = [majority_is_right(answers[group], correct[group]) for group in answers]
+    groups: dict[int, list[tuple[str | None, bool]]] = {}
+    responses = zip(judged.extracted, judged.correct.tolist(), strict=True)
+    for group, response in zip(judged.group_ids.tolist(), responses, strict=True):
+        groups.setdefault(group, []).append(response)
+    found = [majority_is_right(*zip(*rows, strict=True)) for rows in groups.values()]
     return [float(is_right) for is_right in found if is_right is not None]
 
 
@@ -204,10 +200,10 @@ def _shared_keys(rows: Sequence[Values]) -> list[str]:
     """The columns: accuracy, pass@k, maj@n, tokens, truncated, and excluded where any row has
     responses without a verdict."""
     every = dict.fromkeys(chain.from_iterable(rows))  # in order of appearance, each once
-    chosen = [key for key in every if key.startswith(("eval/pass_at_", "eval/maj_at_"))]
-    overall = [key for key in chosen if key.count("/") == 1]  # a second "/": of one data source
+    # Those with a second "/" are of one data source.
+    several = [key for key in every if re.fullmatch(r"eval/(pass|maj)_at_\d+", key)]
     excluded = [key for key in ("eval/excluded_share",) if key in every]
-    return ["eval/accuracy", *overall, _TOKENS, "eval/truncated_share", *excluded]
+    return ["eval/accuracy", *several, _TOKENS, "eval/truncated_share", *excluded]
 
 
 def _sources_of(row: Values) -> list[str]:
@@ -218,10 +214,8 @@ def _sources_of(row: Values) -> list[str]:
 
 
 def _title(key: str) -> str:
-    if key == _TOKENS:
-        return "tokens"
     name = key.removeprefix("eval/").replace("_at_", "@").removesuffix("_share")
-    return f"{name} %"
+    return "tokens" if key == _TOKENS else f"{name} %"
 
 
 def _cell(row: Values, key: str) -> str:
@@ -230,9 +224,7 @@ def _cell(row: Values, key: str) -> str:
         return "-"
     if key.startswith(_TOKENS):
         return f"{value:.1f}"
-    text = f"{100 * value:.1f}"
-    name = key.removeprefix("eval/")
-    bounds = [row.get(prefix + name) for prefix in (LOW, HIGH)]
+    bounds = [row.get(key.replace("eval/", prefix, 1)) for prefix in (LOW, HIGH)]
     # Both are missing (None in a file, infinite before) where one prompt is all there is.
     shown = [f"{100 * bound:.1f}" for bound in bounds if bound is not None and isfinite(bound)]
-    return f"{text} [{', '.join(shown)}]" if shown else text
+    return f"{100 * value:.1f}" + (f" [{', '.join(shown)}]" if shown else "")

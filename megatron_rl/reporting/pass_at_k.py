@@ -9,7 +9,7 @@ from math import comb
 from megatron_rl.reporting.metrics_file import Row
 
 PASS_AT = "eval/pass_at_"  # the k follows
-_PASS_AT_K = re.compile(rf"{PASS_AT}(\d+)")  # with a "/SOURCE" behind it, it is another metric
+_PASS_AT_K = re.compile(rf"{PASS_AT}(\d+)")  # with a "/SOURCE" after it, it is another metric
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -36,10 +36,5 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def pass_at_ks(rows: Iterable[Row]) -> list[int]:
     """The k of which a row has pass@k, ascending."""
-    ks = set()
-    for row in rows:
-        for key, value in row.items():
-            match = _PASS_AT_K.fullmatch(key)
-            if match and value is not None:
-                ks.add(int(match[1]))
-    return sorted(ks)
+    keys = {key for row in rows for key, value in row.items() if value is not None}
+    return sorted(int(found[1]) for found in map(_PASS_AT_K.fullmatch, keys) if found)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
-from megatron_rl.reporting.metrics_file import Row, read_metrics
+from megatron_rl.reporting.metrics_file import Row, read_metrics, series
 
 # Metric key -> (name, format).
 _ROWS = {
@@ -37,11 +38,9 @@ def report(metrics_jsonl: Path) -> str:
         present = [row for row in rows if key in row]
         if not present:
             continue
-        first = present[0]
-        last = present[-1]
-        at_first = f"{_value(first[key], form)} @ {first['step']}"
-        at_last = f"{_value(last[key], form)} @ {last['step']}"
-        lines.append((name, at_first, at_last, _change(first[key], last[key], form)))
+        ends = [present[0], present[-1]]
+        at_ends = [f"{_value(row[key], form)} @ {row['step']}" for row in ends]
+        lines.append((name, *at_ends, _change(ends[0][key], ends[1][key], form)))
     if not lines:
         raise ValueError(
             f"{metrics_jsonl}: has none of the metrics of the report; let the run finish a step"
@@ -64,27 +63,22 @@ def _change(first: float | None, last: float | None, form: str) -> str:
 
 def _excluded(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """A line with the mean share of responses without a verdict, and the step with most of them."""
-    present = {row["step"]: row[_EXCLUDED] or 0.0 for row in rows if _EXCLUDED in row}
-    if not present:
+    steps, shares = series(rows, _EXCLUDED)
+    if not steps:
         return []
-    step, most = max(present.items(), key=lambda item: item[1])
-    highest = f"most {most:.1%} @ {step}" if most else ""
-    mean = sum(present.values()) / len(present)
-    return [("responses without a verdict", "", f"mean {mean:.1%}", highest)]
+    most = max(shares)
+    highest = f"most {most:.1%} @ {steps[shares.index(most)]}" if most else ""
+    return [("responses without a verdict", "", f"mean {fmean(shares):.1%}", highest)]
 
 
 def _skipped(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """A line with the number of optimizer steps that were skipped in the whole run."""
-    present = [row for row in rows if "optim/skipped" in row]
-    with_skips = [row for row in present if row["optim/skipped"]]
-    if not present:
-        return []
-    if not with_skips:
-        return [("skipped optimizer steps", "", "0", "")]
-    total = sum(int(row["optim/skipped"] or 0) for row in with_skips)
-    first = f"first @ {with_skips[0]['step']}"
-    last = f"{total}, last @ {with_skips[-1]['step']}"
-    return [("skipped optimizer steps", first, last, "")]
+    steps, counts = series(rows, "optim/skipped")
+    skipped = [step for step, count in zip(steps, counts, strict=True) if count]
+    if not skipped:
+        return [("skipped optimizer steps", "", "0", "")] if steps else []
+    last = f"{sum(counts):g}, last @ {skipped[-1]}"
+    return [("skipped optimizer steps", f"first @ {skipped[0]}", last, "")]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

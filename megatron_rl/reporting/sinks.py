@@ -78,12 +78,8 @@ class ConsoleLine:
 
     def _phases(self, metrics: Metrics) -> str:
         """``rollout 1.20 reward 0.01 ...``, the phases that the step had."""
-        shown = []
-        for phase in self.PHASES:
-            seconds = metrics.get(f"time/{phase}_s")
-            if seconds is not None:
-                shown.append(f"{phase} {seconds:.2f}")
-        return " ".join(shown)
+        present = [phase for phase in self.PHASES if f"time/{phase}_s" in metrics]
+        return " ".join(f"{phase} {metrics[f'time/{phase}_s']:.2f}" for phase in present)
 
     def _time_left(self, step: int) -> float | None:
         """Seconds to the last step; None on the first line and on the last."""

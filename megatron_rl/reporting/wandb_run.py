@@ -21,11 +21,7 @@ class WandbRun:
     """Logs to the wandb run of a folder: a start that continues writes to the same one."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: Config,
-        record: Mapping[str, Any],
-        earlier: Sequence[Row] = (),
+        self, run_dir: Path, config: Config, record: Mapping[str, Any], earlier: Sequence[Row] = ()
     ) -> None:
         """Opens it, by ``config.logging``.
 
@@ -54,13 +50,8 @@ class WandbRun:
             config=dict(record),
             settings=wandb.Settings(finish_timeout=_FINISH_S, quiet=True),
         )
-        self._add(earlier)
-
-    def _add(self, earlier: Sequence[Row]) -> None:
-        if not earlier:
-            return
         # Asked once: it is a message to wandb's own process. Rows of steps before this one it has.
-        next_step = self._run.step
+        next_step = self._run.step if earlier else 0
         for row in earlier:
             if int(row["step"] or 0) >= next_step:
                 self({key: math.nan if value is None else value for key, value in row.items()})

@@ -16,6 +16,7 @@ derives from ``Verifier``.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -40,10 +41,17 @@ def register_verifier(name: str, *, sources: str | None = None) -> Callable[[Any
             source.
 
     Raises:
-        RegistrationError: the name is taken by another verifier, or is ``auto``.
+        RegistrationError: the name is taken by another verifier, or is ``auto``; what is registered
+            is neither a Verifier nor a function of two arguments.
     """
 
     def register(made: Any) -> Any:
+        if isinstance(made, type) and not issubclass(made, Verifier):
+            raise RegistrationError(
+                f"register_verifier({name!r}): {made.__name__} is no Verifier; derive it from that"
+            )
+        if not isinstance(made, type):
+            require_two_arguments(made, f"register_verifier({name!r})", "task, answer")
         verifier = made if isinstance(made, type) else _class_of(name, made)
         # A plug-in that is loaded again registers the same class anew.
         taken = _classes.get(name)
@@ -101,6 +109,18 @@ def _class_of(name: str, function: Callable[[Task, str], Any]) -> type[Verifier]
     FunctionVerifier.__module__ = getattr(function, "__module__", __name__)
     FunctionVerifier.__qualname__ = getattr(function, "__qualname__", name)
     return FunctionVerifier
+
+
+def require_two_arguments(function: Callable[..., Any], subject: str, names: str) -> None:
+    """Raises RegistrationError, a ValueError, where ``function`` cannot be called with two."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise RegistrationError(
+            f"{subject}: cannot be called as function({names}) ({error}); give it these two"
+        ) from error
+    except ValueError:
+        return  # written in C: without a signature there is nothing to check
 
 
 def limited(score: float, options: Options) -> Verdict:

@@ -15,7 +15,7 @@ from megatron_rl.reporting.row_file import check_rows
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, ResumePoint
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.guard import lock
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +81,16 @@ def _check_room(config: Config, parameters: int, keep_reference: bool) -> None:
         distributed_optimizer=config.parallel.distributed_optimizer,
         reference=keep_reference,
     )
-    export_bytes = 0
-    if config.checkpoint.export_at_end:
-        export_bytes = facts.export_bytes(parameters, precision.params)
+    exported = config.checkpoint.export_at_end
+    export_bytes = facts.export_bytes(parameters, precision.params) if exported else 0
     free = disk.free_bytes(folder)
-    sizes = f"one checkpoint takes {disk.as_text(checkpoint_bytes)}"
-    if export_bytes:
-        sizes += f" and the export {disk.as_text(export_bytes)}"
+    export = f" and the export {disk.as_text(export_bytes)}" if exported else ""
+    sizes = f"one checkpoint takes {disk.as_text(checkpoint_bytes)}{export}"
     sizes += f", {disk.as_text(free)} are free there"
     if free < checkpoint_bytes + export_bytes:
         raise ValueError(
-            f"run_dir = {folder}: no space left for its checkpoints: {sizes}; make room, or give a"
-            " run_dir on another disk"
+            f"run_dir = {folder}: no space left for its checkpoints: {sizes}; delete files, or give"
+            " a run_dir on another disk"
         )
     # A new checkpoint is written before the oldest one goes.
     kept = config.checkpoint

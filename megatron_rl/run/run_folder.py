@@ -28,12 +28,7 @@ from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import archive_rows, replace_text
-from megatron_rl.reporting.sinks import (
-    ConsoleLine,
-    Metrics,
-    MetricsFile,
-    tensorboard_writer,
-)
+from megatron_rl.reporting.sinks import ConsoleLine, Metrics, MetricsFile, tensorboard_writer
 from megatron_rl.reporting.wandb_run import WandbRun
 from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.run.best import Scores
@@ -55,7 +50,7 @@ from megatron_rl.run.start import (
 from megatron_rl.runtime import disk, random_state
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import Signals
 
@@ -124,12 +119,10 @@ class RunFolder:
         """Collective: whether a checkpoint follows ``step``. ``improved``: it has the best held-out
         score so far."""
         config = self._config.checkpoint
-        if config.keep_best and improved:
-            return True
-        if config.every_steps > 0 and step % config.every_steps == 0:
-            return True
-        if config.every_minutes == 0:
-            return False
+        by_step = config.every_steps > 0 and step % config.every_steps == 0
+        due = by_step or (config.keep_best and improved)
+        if due or config.every_minutes == 0:
+            return due
         # Clocks differ: that of rank 0 decides.
         minutes = (monotonic() - self._saved_at) / 60
         return self._world.any(self._world.is_main and minutes >= config.every_minutes)
@@ -207,15 +200,10 @@ class RunFolder:
         protected = [scores.best_step] if keep_best and scores.best_step is not None else []
         prune(self.path / CHECKPOINTS, config.keep, protected, config.keep_every_steps)
         if protected:
-            name = None
-            if has_best(self._config, scores):
-                name = step_path(self.path / CHECKPOINTS, protected[0]).name
-            best = {
-                "metric": scores.metric,
-                "score": scores.best,
-                "step": scores.best_step,
-                "checkpoint": name,
-            }
+            kept = has_best(self._config, scores)
+            name = step_path(self.path / CHECKPOINTS, protected[0]).name if kept else None
+            best = {"metric": scores.metric, "score": scores.best, "step": scores.best_step}
+            best["checkpoint"] = name
             replace_text(self.path / "best.json", json.dumps(best) + "\n")
 
     def export(self, step: int, policy: Policy) -> None:
@@ -307,32 +295,17 @@ class RunFolder:
     def _archive(self, start: ResumePoint) -> None:
         """Archives what the run is going to overwrite: rows, and checkpoints later than the one
         that was chosen."""
-        last = -1
-        why = "no checkpoint covers them"
-        if start.checkpoint is not None:
-            last = start.step
-            why = f"they come after {start.checkpoint.name}"
+        last = -1 if start.checkpoint is None else start.step
         for name in (METRICS, SAMPLES):
-            archive = archive_rows(self.path / name, last)
-            if archive is not None:
-                logger.info(
-                    "%s: rows from step %d on were moved to %s: %s and are overwritten",
-                    name,
-                    last + 1,
-                    archive,
-                    why,
-                )
+            if archive := archive_rows(self.path / name, last):
+                logger.info("%s: rows from step %d on were moved to %s", name, last + 1, archive)
         archive = self.path / f"{CHECKPOINTS}.overwritten"
         for path in later_steps(self.path / CHECKPOINTS, start.step):
             archive.mkdir(exist_ok=True)
             # Of a step that is overwritten for the second time the later one stays.
             shutil.rmtree(archive / path.name, ignore_errors=True)
             path.rename(archive / path.name)
-            logger.info(
-                "checkpoint %s was moved to %s: the run resumes from an earlier step",
-                path.name,
-                archive,
-            )
+            logger.info("checkpoint %s, of a later step, was moved to %s", path.name, archive)
 
     def _note_changes(self, start: ResumePoint) -> None:
         if not start.changes:
@@ -343,10 +316,4 @@ class RunFolder:
         )
         with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
             for change in start.changes:
-                row = {
-                    "step": start.step,
-                    "key": change.key,
-                    "old": change.old,
-                    "new": change.new,
-                }
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps({"step": start.step, **vars(change)}) + "\n")

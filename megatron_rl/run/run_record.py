@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import xxhash
 
 from megatron_rl.config.keys import flat, within
 from megatron_rl.config.schema import Config
+from megatron_rl.errors import shortened
 from megatron_rl.plugins import sources
 
 _PACKAGES = (
@@ -95,7 +97,11 @@ class Difference:
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.key} = {_shown(self.old)} there, {_shown(self.new)} here"
+        shown = [
+            value if isinstance(value, str) else json.dumps(value) for value in (self.old, self.new)
+        ]
+        old, new = (shortened(text, 60) for text in shown)
+        return f"{self.key} = {old} there, {new} here"
 
 
 def describe(config: Config, world_size: int, data: str | None) -> dict[str, Any]:
@@ -104,19 +110,12 @@ def describe(config: Config, world_size: int, data: str | None) -> dict[str, Any
     Args:
         data: fingerprint of the training prompts; None where they have not been read.
     """
-    versions = {}
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for package in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
     return config.model_dump(mode="json") | {
         "versions": versions,
         "plugins": sources(),
@@ -170,39 +169,24 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     unless it is a section that is null in the other. Where a fingerprint is missing, the keys that
     it stands for are compared instead.
     """
-    before = dict(flat(old))
-    now = dict(flat(new))
+    before = _with_sections(old)
+    now = _with_sections(new)
     changes = []
-    for key in _comparable(before, now):
-        old_value = before.get(key, _SECTION)
-        new_value = now.get(key, _SECTION)
+    for key in sorted(before.keys() & now.keys()):
         passed_over = within(key, (*_MUTABLE, *_BY_CONTENT, *_NOT_SETTINGS)) and key not in ORDER
-        if old_value != new_value and not passed_over:
-            changes.append(Difference(key, old_value, new_value))
+        if before[key] != now[key] and not passed_over:
+            changes.append(Difference(key, before[key], now[key]))
     changes += _content(before, now, MODEL, "model.path")
     changes += _content(before, now, DATA, "data")
     return changes
 
 
-def _comparable(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Keys that both have, and those that one has as a value where the other has a section."""
-    keys = before.keys() & now.keys()
-    for leaves, other in ((before, now), (now, before)):
-        sections: set[str] = set()
-        for key in other:
-            sections.update(_sections(key))
-        keys |= leaves.keys() & sections
-    return sorted(keys)
-
-
-def _sections(key: str) -> Iterator[str]:
-    """The sections that a key is in.
-
-    Example: "a.b.c" is in "a" and "a.b".
-    """
-    names = key.split(".")
-    for length in range(1, len(names)):
-        yield ".".join(names[:length])
+def _with_sections(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, and ``_SECTION`` for each section: "a.b.c" is in "a" and "a.b"."""
+    leaves = dict(flat(record))
+    parts = [key.split(".") for key in leaves]
+    sections = [".".join(names[:end]) for names in parts for end in range(1, len(names))]
+    return dict.fromkeys(sections, _SECTION) | leaves
 
 
 def _content(
@@ -239,15 +223,9 @@ def read_record(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
             f"{path}: is not JSON ({error}); repair it, or move it away: the settings of this "
             "start are then not compared with those of the run"
         ) from None
-    return record
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value) if not isinstance(value, str) else value
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -3,7 +3,6 @@ without training it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,13 @@ from typing import Any
 import torch
 
 from megatron_rl.config.schema import Config
-from megatron_rl.errors import concerning
+from megatron_rl.run.run_record import read_record
 from megatron_rl.run.start import CONFIG
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """``config.json`` of a run or a model; empty where there is none."""
-    file = folder / CONFIG
-    if not file.is_file():
-        return {}
-    with concerning(str(file), "write it again", (ValueError,)):
-        values = json.loads(file.read_text(encoding="utf-8"))
+    values = read_record(folder / CONFIG)
     return values if isinstance(values, Mapping) else {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,18 @@ class ResumePoint:
     checkpoint: Path | None
     step: int
     changes: tuple[Difference, ...] = ()
+
+
+def with_date(config: Config, world: World) -> Config:
+    """Collective: ``config`` with the day that chat templates show: as given, or that of the run so
+    far, or today. A run whose prompts change at midnight could not be resumed."""
+    if config.data.template_date is not None:
+        return config
+    record = world.from_main(lambda: read_record(Path(config.run_dir) / CONFIG)) or {}
+    today = world.from_main(lambda: str(date.today()))
+    day = record.get("data", {}).get("template_date") or today
+    data = config.data.model_copy(update={"template_date": day})
+    return config.model_copy(update={"data": data})
 
 
 def finished_already(config: Config, world: World) -> bool:
@@ -131,13 +144,12 @@ def find_resume_point(config: Config, world: World, record: dict[str, Any]) -> R
         ValueError: there is none where there must be one, it is damaged, or the run is another.
     """
     resume = config.resume.checkpoint
-    if resume == "never":
-        world.from_main(lambda: _refuse_used(config))
-        return ResumePoint(None, 0)
     if resume == "auto":
         return _newest_resume_point(config, world, record)
+    world.from_main(lambda: _refuse_used(config))
+    if resume == "never":
+        return ResumePoint(None, 0)
     path = Path(resume)
-    world.from_main(lambda: _refuse_foreign(config, path))
     step = world.from_main(lambda: _step_of(path))
     if config.checkpoint.verify and (wrong := digest_problem(world, path)):
         raise ValueError(f"resume.checkpoint = {path}: {wrong}; choose another checkpoint")
@@ -153,11 +165,7 @@ def _newest_resume_point(config: Config, world: World, record: dict[str, Any]) -
     folder = Path(config.run_dir)
     newest = newest_whole(world, folder / CHECKPOINTS, digests=config.checkpoint.verify)
     world.from_main(lambda: _refuse_all_damaged(config, newest))
-    start = (
-        ResumePoint(None, 0)
-        if newest is None
-        else ResumePoint(newest, directory.step_of(newest) or 0)
-    )
+    start = ResumePoint(newest, directory.step_of(newest) or 0 if newest else 0)
     used = world.from_main(lambda: newest is not None or (folder / METRICS).is_file())
     written = world.from_main(lambda: _record_of(folder, newest)) if used else None
     return world.from_main(lambda: _compared(config, written, record, start, f"{folder} holds"))
@@ -166,16 +174,11 @@ def _newest_resume_point(config: Config, world: World, record: dict[str, Any]) -
 def _record_of(folder: Path, checkpoint: Path | None) -> dict[str, Any] | None:
     """The record of the run in the folder, or in the checkpoint where that file is missing."""
     record = read_record(folder / CONFIG)
-    if record is not None:
-        return record
-    inside = None
-    remedy = "settings are not compared"
-    if checkpoint is not None:
-        inside = directory.check(checkpoint).get("run")
-        if inside:
-            remedy = f"that of {checkpoint.name} is taken"
-    logger.warning("%s is missing; %s", folder / CONFIG, remedy)
-    return inside
+    if record is None:
+        record = directory.check(checkpoint).get("run") if checkpoint else None
+        taken = f"that of {checkpoint.name} is taken" if record and checkpoint else None
+        logger.warning("%s is missing; %s", folder / CONFIG, taken or "settings are not compared")
+    return record
 
 
 def _compared(
@@ -216,23 +219,15 @@ def _refuse_fewer_steps(config: Config, checkpoint: Path, step: int) -> None:
 
 
 def _refuse_used(config: Config) -> None:
+    """A run from its start, or from a checkpoint of another folder, needs a folder without one."""
     folder = Path(config.run_dir)
-    if (folder / METRICS).exists() or directory.newest(folder / CHECKPOINTS) is not None:
-        raise ValueError(
-            f"resume.checkpoint = never: {folder} already holds a run; resume=auto continues "
-            "it, or give another run_dir"
-        )
-
-
-def _refuse_foreign(config: Config, path: Path) -> None:
-    """A run that starts from a checkpoint of another folder needs a folder without a run."""
-    folder = Path(config.run_dir)
-    if path.resolve().is_relative_to(folder.resolve()):
+    resume = config.resume.checkpoint
+    if resume != "never" and Path(resume).resolve().is_relative_to(folder.resolve()):
         return
     if (folder / METRICS).exists() or directory.newest(folder / CHECKPOINTS) is not None:
         raise ValueError(
-            f"resume.checkpoint = {path}: {folder} already holds a run of its own; resume=auto "
-            "continues it, or give another run_dir"
+            f"resume.checkpoint = {resume}: {folder} already holds a run; resume=auto continues "
+            "it, or give another run_dir"
         )
 
 

@@ -12,9 +12,7 @@ from torch import Tensor
 
 _ROW_WORDS = 512
 ROW_BYTES = 8 * _ROW_WORDS
-PIECE_BYTES = 1 << 19  # what a core's cache keeps between two uses
 _FILE_CHUNK_BYTES = 1 << 20
-HASH_BYTES = 16
 
 Kind = Literal["hash", "sums"]
 
@@ -86,41 +84,6 @@ def word_sums(data: Tensor) -> Tensor:
     row_sums = words.sum(1).view(torch.uint8)
     column_sums = words.sum(0).view(torch.uint8)
     return torch.cat([row_sums, column_sums, data[whole:]])
-
-
-def checksum_bytes(size: int, kind: Kind) -> int:
-    """Length of the checksum of ``size`` bytes."""
-    if kind == "hash":
-        return HASH_BYTES
-    num_rows, tail = divmod(size, ROW_BYTES)
-    return 8 * num_rows + ROW_BYTES + tail  # row sums, column sums, tail: see ``word_sums``
-
-
-def changed_spans(sent: Tensor, received: Tensor, size: int) -> list[tuple[int, int]]:
-    """Byte ranges ``[begin, end)`` of ``size`` in which the data of two checksums may differ.
-
-    Of sums the rows that differ, of hashes everything.
-    """
-    if sent.numel() == HASH_BYTES:
-        return [(0, size)]
-    num_rows = size // ROW_BYTES
-    different = sent != received
-    # Eight bytes a row sum, then the column sums (as many bytes as a row), then the tail.
-    row_differs = different[: 8 * num_rows].view(num_rows, 8).any(1)
-    changed_rows = row_differs.nonzero().flatten().tolist()
-    spans = [(row * ROW_BYTES, (row + 1) * ROW_BYTES) for row in changed_rows]
-    if different[8 * num_rows + ROW_BYTES :].any():
-        spans.append((num_rows * ROW_BYTES, size))
-    # Changes that cancel in every row show in the columns alone: any row may be wrong.
-    return spans or [(0, num_rows * ROW_BYTES)]
-
-
-def piece_bytes(size: int, kind: Kind) -> int:
-    """How much of ``size`` bytes to read at a time.
-
-    For a hash what fits the cache of a core; for sums everything, in few kernels.
-    """
-    return PIECE_BYTES if kind == "hash" else max(1, size)
 
 
 def quick_digest(tensor: Tensor, kind: Kind) -> str:

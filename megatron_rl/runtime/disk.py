@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,18 @@ GB = 10**9
 
 def free_bytes(folder: Path) -> int:
     """Free bytes where ``folder`` is or, if it does not exist yet, where it would be made."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    return shutil.disk_usage(_there(folder)).free
+
+
+def free_files(folder: Path) -> int:
+    """How many files can still be made there."""
+    return os.statvfs(_there(folder)).f_favail
+
+
+def _there(folder: Path) -> Path:
+    return next(
+        place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
+    )
 
 
 def used_bytes(folder: Path) -> int:
@@ -69,7 +78,8 @@ def room_for(folder: Path, needed: int, what: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"no space left on the disk of {folder}: {what} takes {as_text(needed)},"
-            f" {as_text(free_bytes(folder))} are free ({first_line(error)}); make room and start"
+            f" {as_text(free_bytes(folder))} and {free_files(folder)} files are free"
+            f" ({first_line(error)}); make room and start"
             " again: the run resumes from its last whole checkpoint, what was half written is"
             " removed"
         ) from error

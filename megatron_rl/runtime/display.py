@@ -7,6 +7,9 @@ shows anything.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +19,8 @@ from rich.console import Console
 from rich.status import Status
 
 from megatron_rl.runtime.guard.activity import ACTIVITY
+
+logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 30.0
 _LONG_S = 10.0  # a phase that took longer gets a line with its duration
@@ -35,6 +40,16 @@ class Progress:
     age: int = 0  # updates since the oldest weights, or the oldest response, of what is under way
 
 
+class _Output(Console):
+    """Stdout; a reader that goes away (``| head``) ends no run."""
+
+    def on_broken_pipe(self) -> None:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        logger.error("the reader of stdout is gone: the run continues without output there")
+
+
 class Display:
     """The phases of a run, as they begin and end.
 
@@ -50,7 +65,7 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``shown``: False on every rank but the first."""
-        self.console = console or Console(soft_wrap=True, highlight=False)
+        self.console = console or _Output(soft_wrap=True, highlight=False)
         self._shown = shown
         self._clock = clock
         self._live = shown and self.console.is_terminal
@@ -88,11 +103,17 @@ class Display:
         begin = self._clock()
         if announced and not self._live:
             self.line(f"{text} ...")
-        self._show(text)
+        if self._status is not None:  # inside another phase
+            self._status.update(text)
+        elif self._live:
+            self._status = self.console.status(text)
+            self._status.start()
         try:
             yield
         finally:
-            self._hide()
+            if self._status is not None:
+                self._status.stop()
+                self._status = None
         seconds = self._clock() - begin
         if announced and seconds >= _LONG_S:
             self.line(f"{text}: {duration(seconds)}")
@@ -123,18 +144,6 @@ class Display:
                 self.line(text)
 
         return report
-
-    def _show(self, text: str) -> None:
-        if self._live and self._status is None:
-            self._status = self.console.status(text)
-            self._status.start()
-        elif self._status is not None:
-            self._status.update(text)
-
-    def _hide(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
 
 
 def in_words(progress: Progress, seconds: float) -> str:

@@ -6,17 +6,19 @@ from __future__ import annotations
 import gc
 import hashlib
 import hmac
+import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.runtime.guard.error_chain import linked
+from megatron_rl.runtime.guard.error_chain import chain
 
 POLL_S = 0.002
 
@@ -145,12 +147,37 @@ def peer_timeout_s(timeout_s: float) -> float:
     return timeout_s / 2
 
 
+# Read when a group of NCCL is made. Without them ``wait`` does not wait for the device, the host
+# stops where it reads a result that never comes, and in time the watchdog of the group ends the
+# process: one server that dies would end the trainer and all other servers.
+_NCCL_ERRORS_ARE_RAISED = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # ``wait`` raises at the time limit of the group
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # errors end no process; ``leave_group`` aborts
+}
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these variables have these values."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def join_group(
     store: dist.Store, rank: int, size: int, timeout_s: float, secret: str = ""
 ) -> dist.ProcessGroup:
     """Collective over the ``size`` processes that share ``store`` and ``secret``: gloo for the
-    host's memory, NCCL for that of a GPU. Their addresses are in the store under names that follow
-    from the secret, so a process with another one does not get in by mistake.
+    host's memory, NCCL for that of a GPU; errors of both are raised. Their addresses are in the
+    store under names that follow from the secret, so a process with another one does not get in by
+    mistake.
 
     This keeps no attacker out: the store has no password, lists its keys, and lets any
     process that reaches its port read, set and delete them. In a closed network only.
@@ -173,7 +200,8 @@ def join_group(
     if torch.cuda.is_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        backend = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
+        with _environment(_NCCL_ERRORS_ARE_RAISED):
+            backend = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
         group._register_backend(
             torch.device("cuda", torch.cuda.current_device()), kind.NCCL, backend
         )
@@ -196,6 +224,6 @@ def leave_group(group: dist.ProcessGroup, error: BaseException | None = None) ->
     distributed_c10d._world.pg_group_ranks.pop(group, None)
     distributed_c10d._world.pg_map.pop(group, None)
     group.abort()
-    for link in linked(error):
+    for link in chain(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()

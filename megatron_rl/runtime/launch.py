@@ -14,7 +14,6 @@ import sys
 import uuid
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_rl.errors import first_line
 from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.guard.collective_watchdog import CollectiveWatchdog
 from megatron_rl.runtime.guard.failure import Peer
 from megatron_rl.runtime.guard.failure import exit_process as exit_process
 from megatron_rl.runtime.guard.failure import report as report
@@ -59,7 +58,6 @@ class World:
     launch_id: str  # unique to this launch, equal on its ranks
     control_group: Any = None
     local_size: int = 1  # ranks on this machine; neighbors in rank order
-    watchdog: CollectiveWatchdog | None = None
     heartbeat: Heartbeat | None = None
 
     def watch(self, stall_s: float, folder: Path) -> None:
@@ -82,8 +80,7 @@ class World:
         """``value`` of every rank, in rank order."""
         if self.size == 1:
             return [value]
-        with self.watchdog.collective() if self.watchdog else nullcontext():
-            gathered = gather_objects(value, self.control_group)
+        gathered = gather_objects(value, self.control_group)
         ACTIVITY.note("a collective of control")
         return gathered
 
@@ -110,8 +107,7 @@ class World:
         """What ``action`` returns or raises on rank 0, on every rank."""
         if self.size == 1:
             return action()
-        with self.watchdog.collective() if self.watchdog else nullcontext():
-            return from_first_rank(action, self.control_group)
+        return from_first_rank(action, self.control_group)
 
 
 def gather_objects(value: Value, group: Any = None) -> list[Value]:
@@ -193,9 +189,8 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
     peers = [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)]
     failure.joined(rank, peers)
     launch_id = cards[0][0]
-    watchdog = CollectiveWatchdog(rank, size) if size > 1 else None
-    heartbeat = Heartbeat(rank, peers, watchdog)
-    return World(rank, size, local_rank, launch_id, control, local_size, watchdog, heartbeat)
+    heartbeat = Heartbeat(rank, peers)
+    return World(rank, size, local_rank, launch_id, control, local_size, heartbeat)
 
 
 def lift_time_limits() -> None:
@@ -211,6 +206,9 @@ def _complete_variables() -> None:
         ValueError: some are set and others not.
     """
     present = [name for name in _VARIABLES if name in os.environ]
+    for name in present:
+        if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
+            raise ValueError(f"launch: {name} = {os.environ[name]!r}: not a number; see torchrun")
     if present and len(present) < len(_VARIABLES):
         missing = ", ".join(sorted(set(_VARIABLES) - set(present)))
         raise ValueError(
@@ -256,6 +254,10 @@ def join(backend: str, timeout_s: float) -> None:
             f"launch: port {os.environ['MASTER_PORT']} of this machine is taken by another program;"
             " stop that, or choose another port (torchrun --standalone takes a free one)"
         ) from None
+    except RuntimeError as error:  # of gloo
+        if "Unable to find address for" not in str(error):
+            raise
+        raise ValueError(f"launch: GLOO_SOCKET_IFNAME: {first_line(error)}; unset it") from error
 
 
 class _StderrHandler(logging.StreamHandler):

@@ -6,7 +6,6 @@ import logging
 import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,22 +50,6 @@ def available_gib(root: Path = Path("/")) -> float:
     return min([available_kib * 1024, *_left_in_cgroups(root)]) / GIB
 
 
-@dataclass(frozen=True)
-class _Controller:
-    """The files of a memory controller, one set for each version of control groups."""
-
-    top: str
-    limit: str
-    usage: str
-    stat_prefix: str
-
-
-_VERSION_1 = _Controller(
-    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-)
-_VERSION_2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", "")
-
-
 def _left_in_cgroups(root: Path) -> Iterator[int]:
     """Bytes left in each control group of this process that limits memory.
 
@@ -75,32 +58,34 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
     """
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
+        # The memory controller's folder and files, in version 2 of control groups and in version 1.
         if controllers == "":
-            files = _VERSION_2
+            top = "sys/fs/cgroup"
+            files = ["memory.max", "memory.current", ""]
         elif "memory" in controllers.split(","):
-            files = _VERSION_1
+            top = "sys/fs/cgroup/memory"
+            files = ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_"]
         else:
             continue
         # A group is limited by all that contain it: from the top down to its own folder.
-        group = root / files.top
-        yield from _left_in(group, files)
+        group = root / top
+        yield from _left_in(group, *files)
         for name in path.strip("/").split("/"):
             group /= name
-            yield from _left_in(group, files)
+            yield from _left_in(group, *files)
 
 
-def _left_in(group: Path, files: _Controller) -> Iterator[int]:
+def _left_in(group: Path, limit_file: str, usage_file: str, prefix: str) -> Iterator[int]:
     """Bytes left in one control group; nothing where it has no limit."""
-    if not (group / files.limit).is_file():
+    if not (group / limit_file).is_file():
         return
-    limit = (group / files.limit).read_text(encoding="ascii").strip()
+    limit = (group / limit_file).read_text(encoding="ascii").strip()
     if limit == "max":
         return
-    usage = int((group / files.usage).read_text(encoding="ascii"))
+    usage = int((group / usage_file).read_text(encoding="ascii"))
     rows = (group / "memory.stat").read_text(encoding="ascii").splitlines()
     stat = dict(row.split() for row in rows)
     # Pages of files count as free: the kernel drops them when memory is needed.
-    prefix = files.stat_prefix
     file_pages = int(stat[f"{prefix}active_file"]) + int(stat[f"{prefix}inactive_file"])
     yield int(limit) - usage + file_pages
 

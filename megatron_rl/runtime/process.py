@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from megatron_rl.runtime.guard import parent
 from megatron_rl.runtime.guard.failure import STATE, exit_process, report
-from megatron_rl.runtime.guard.termination import answer_termination
-from megatron_rl.runtime.open_files import raise_limit, raise_limit_of_torchrun
+from megatron_rl.runtime.guard.signals import answer_termination
+
+# Some libraries walk over all numbers below the limit, and some systems have a limit of 2**30.
+_ENOUGH_FILES = 2**20
 
 
 class Launched(NamedTuple):
@@ -28,11 +31,8 @@ class Launched(NamedTuple):
 
 def launched() -> Launched:
     """How this process was started, before any process group exists."""
-    rank = int(os.environ.get("RANK", "0"))
-    local_size = os.environ.get("LOCAL_WORLD_SIZE")
-    if local_size is None:
-        return Launched(rank, None)
-    return Launched(rank, int(local_size))
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Launched(STATE.rank, int(local_size) if local_size.isdecimal() else None)
 
 
 @functools.cache
@@ -51,7 +51,8 @@ def prepare() -> None:
 def reported() -> Iterator[None]:
     """Around a whole program: an exception inside is reported once and ends the process.
 
-    See ``failure.report``. ``SystemExit`` passes.
+    See ``failure.report``. ``SystemExit`` passes before the ranks have met (``--help``); later it
+    comes from code of the user, whose end is not that of the run.
 
     Example::
 
@@ -63,7 +64,38 @@ def reported() -> Iterator[None]:
     prepare()
     try:
         yield
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        if not STATE.peers:
+            raise
+        fault = RuntimeError(
+            f"sys.exit({error.code!r}) inside of the run; return or raise an error there instead"
+        )
+        exit_process(report(fault.with_traceback(error.__traceback__)))
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends)
         exit_process(report(error))
+
+
+def raise_limit(pid: int) -> int:
+    """Raises the soft limit of open files to the hard limit, which needs no privilege; returns the
+    soft limit of now.
+
+    Every gloo group holds a connection to each of its ranks, and a rank is in several groups of the
+    size of the world. The usual limit of 1,024 is therefore reached at some 340 ranks.
+    """
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, _ENOUGH_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def raise_limit_of_torchrun() -> None:
+    """Raises the limit of the parent of this process, which holds a connection to every rank of the
+    launch where it serves their store."""
+    try:
+        raise_limit(os.getppid())
+    except (PermissionError, ProcessLookupError):  # another user's, or it ends
+        return

@@ -145,11 +145,6 @@ class Signal:
     update_outputs: Outputs = ()
     extra_tokens: int = 0
 
-    @property
-    def name(self) -> str:
-        """Of its state in checkpoints."""
-        return type(self).__name__
-
     def check(self, prompts: Iterable[Prompt], config: Config) -> None:
         """Raises ValueError where the training prompts or the configuration do not allow it."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 from megatron_rl.config.schema import Config
@@ -71,12 +72,12 @@ class Signals:
     def score_outputs(self) -> Outputs:
         """Of the pass with the old policy."""
         logged = [Output("entropy")] if self.log_entropy else []
-        return (*logged, *_joined(signal.score_outputs for signal in self.members))
+        return (*logged, *chain.from_iterable(signal.score_outputs for signal in self.members))
 
     @property
     def update_outputs(self) -> Outputs:
         """Of the passes of updates."""
-        return _joined(signal.update_outputs for signal in self.members)
+        return tuple(chain.from_iterable(signal.update_outputs for signal in self.members))
 
     @property
     def extra_tokens(self) -> int:
@@ -122,12 +123,12 @@ class Signals:
 
     def state(self) -> dict[str, Any]:
         """Of all, for a checkpoint."""
-        return {signal.name: signal.state() for signal in self.members}
+        return {type(signal).__name__: signal.state() for signal in self.members}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse; a signal that the checkpoint has not begins anew."""
         for signal in self.members:
-            signal.restore(state.get(signal.name, {}))
+            signal.restore(state.get(type(signal).__name__, {}))
 
 
 @dataclass(frozen=True)
@@ -202,11 +203,3 @@ def _knobs(
 
 def _first_column(kind: type[Signal]) -> str:
     return (*kind.columns, *kind.token_columns)[0]
-
-
-def _joined(outputs: Iterable[Outputs]) -> Outputs:
-    def every() -> Iterator[Output]:
-        for some in outputs:
-            yield from some
-
-    return tuple(every())

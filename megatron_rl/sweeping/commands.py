@@ -34,7 +34,7 @@ class Slurm:
         out: the folder of the sweep.
         nproc: processes a node.
         sbatch: options of the user for sbatch.
-        at_a_time: runs of an array at one time; None: as many as Slurm has room for.
+        at_a_time: runs of an array at one time; None: as many as Slurm can run.
         options: options of ``megatron_rl.train``.
     """
 
@@ -51,7 +51,7 @@ class Slurm:
             file: what ``write_trials`` writes; task N of the array runs its line N, from 0 on.
 
         Raises:
-            ValueError: there is no batch script beside an installed package.
+            ValueError: there is no batch script next to an installed package.
         """
         script = Path(__file__).resolve().parents[2] / "examples" / "slurm" / "train.sbatch"
         if not script.is_file():
@@ -97,18 +97,15 @@ def write_trials(file: Path, trials: Sequence[Trial]) -> None:
     Raises:
         ValueError: an override goes over several lines.
     """
-    lines = []
     for trial in trials:
-        line = shlex.join(trial.overrides)
-        if "\n" in line:
+        if any("\n" in text for text in trial.overrides):
             raise ValueError(
                 f"--sbatch: an override of {trial.name} has a line break; write it as \\n"
             )
-        lines.append(f"{line}\n")
     file.parent.mkdir(parents=True, exist_ok=True)
     # "x": waiting tasks of an earlier array still read their own file.
     with file.open("x", encoding="utf-8") as stream:
-        stream.writelines(lines)
+        stream.writelines(f"{shlex.join(trial.overrides)}\n" for trial in trials)
 
 
 def run(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-
-import torch
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = "OMP_NUM_THREADS"
@@ -13,19 +10,7 @@ _THREADS = "OMP_NUM_THREADS"
 Share = Mapping[str, str]  # environment variables of a run, in addition to those of the sweep
 
 
-def shares(parallel: int, nproc: int) -> list[Share]:
-    """One share for each of ``parallel`` runs of ``nproc`` processes on this machine.
-
-    Raises:
-        ValueError: it has GPUs, and not enough of them.
-    """
-    if parallel == 1:
-        return [{}]
-    num_cores = len(os.sched_getaffinity(0))
-    return cut(parallel, nproc, os.environ, torch.cuda.device_count(), num_cores)
-
-
-def cut(
+def shares(
     parallel: int, nproc: int, environment: Mapping[str, str], num_gpus: int, num_cores: int
 ) -> list[Share]:
     """Neighboring GPUs for each run, one a process; without GPUs the cores in equal parts.
@@ -38,6 +23,8 @@ def cut(
     Raises:
         ValueError: fewer GPUs than processes.
     """
+    if parallel == 1:
+        return [{}]
     if num_gpus:
         visible = [str(index) for index in range(num_gpus)]
         if environment.get(_VISIBLE):

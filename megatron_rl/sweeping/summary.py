@@ -76,7 +76,7 @@ def _mean(values: Sequence[float], digits: int) -> list[str]:
 def _pairs(scores: Scores, label: str, first: str, digits: int) -> list[str]:
     if not scores[label].keys() & scores[first].keys():
         return ["", "", "", ""]
-    own, baseline = (VariantScore(scores[name], (), None) for name in (label, first))
+    own, baseline = (VariantScore(scores[name], ()) for name in (label, first))
     found = compare(own, baseline)
     intervals = [interval_text(each, digits, True) for each in (found.student, found.bootstrap)]
     return [str(found.num_pairs), number(found.student.mean, digits, signed=True), *intervals]

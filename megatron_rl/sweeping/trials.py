@@ -102,7 +102,7 @@ def with_wandb(trials: Sequence[Trial], sweep: str) -> list[Trial]:
     """The trials, those that log to wandb with what makes the same comparison there.
 
     The seeds of a combination share a group, ``SWEEP/COMBINATION``, which wandb can average; a
-    group that the user gives stays. The name of the sweep and of its experiment are tags beside
+    group that the user gives stays. The name of the sweep and of its experiment are tags next to
     those of the user.
     """
     return [_tracked(trial, sweep) for trial in trials]

@@ -20,6 +20,7 @@ from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.weights.recorder import UndiscoveredError
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluator import build_evaluator
+from megatron_rl.hooks import ROLLOUT_HOOKS
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
@@ -162,7 +163,8 @@ def build_demonstrations(
 def build_post_rollout(
     config: Config, world: World, folder: RunFolder, decode: Decode
 ) -> PostRollout:
-    hooks = {name: hook for name, hook in config.rollout_hooks.items() if not hook.resamples}
+    chosen = config.rollout_hooks.items()
+    hooks = {name: knobs for name, knobs in chosen if not ROLLOUT_HOOKS[name].resamples}
     return PostRollout(
         shown=partial(on_main, decode=decode, world=world),
         # None where there is none: rank 0 then gets no tokens but those it trains on and logs.
@@ -210,11 +212,7 @@ def policy_settings(
 
 
 def build_learner(
-    config: Config,
-    world: World,
-    policy: MegatronPolicy,
-    method: Method,
-    signals: Signals,
+    config: Config, world: World, policy: MegatronPolicy, method: Method, signals: Signals
 ) -> Learner:
     """The learner and what watches over it."""
     fp8 = config.precision.fp8
@@ -290,10 +288,10 @@ def build_sync(
     if world.is_main:
         plan = sync.plan
         across = plan.bytes_by_link["across_nodes"]
-        sizes = (plan.bytes_sent, across, plan.gather_bytes, plan.bytes_local)
+        sizes = (plan.bytes_sent, across, plan.bytes_local)
         logger.info(
             "weight sync: each sync sends %.1f MiB between processes, %.1f of them across nodes,"
-            " both the least possible (gathering: %.1f), and copies %.1f MiB inside them",
+            " both the least possible, and copies %.1f MiB inside them",
             *(size / 2**20 for size in sizes),
         )
     return sync

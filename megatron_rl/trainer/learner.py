@@ -120,7 +120,6 @@ class Learner:
                 correct=experience.correct,
                 group_ids=experience.group_ids,
                 response_tokens=experience.loss_tokens,
-                truncated=experience.truncated,
                 columns=experience.columns,
             )
         )
@@ -179,7 +178,11 @@ class Learner:
             self.health.after(minibatch, result)
             updates.append(result)
         updated = update_metrics(updates)
-        old = _old_scores(experience, updates)
+        old = experience.old
+        if old is None:  # the step had one update, which returned the scores it was asked for
+            (update,) = updates
+            assert update.scores is not None
+            old = update.scores.map(Tensor.cpu)
         of_tokens = token_metrics(experience, old, self.placement.world)
         self.health.check_mismatch(step, of_tokens, skipped=updated.get("optim/skipped", 0) > 0)
         return {
@@ -199,12 +202,3 @@ class Learner:
         result = self.policy.update(loss.batch, loss, self.signals.update_outputs, scores=scores)
         # Without the scores of what signals have added to the batch.
         return loss.of_responses(result)
-
-
-def _old_scores(experience: Experience, updates: Sequence[UpdateResult]) -> TokenScores:
-    """Those of the experience; of its only update where that is on-policy."""
-    if experience.old is not None:
-        return experience.old
-    (update,) = updates
-    assert update.scores is not None, "protocols.Policy.update returns the scores it is asked for"
-    return update.scores.map(Tensor.cpu)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,8 +50,9 @@ class MinibatchLoss:
             "group_ids": experience.group_ids,
             "response_loss_tokens": lengths * here,
         }
-        self._columns = _read_by(method, experience.columns)
-        self._token_columns = _read_by(method, self._tokens)
+        of_all, of_tokens = experience.columns.items(), self._tokens.items()
+        self._columns = {name: values for name, values in of_all if name in method.reads}
+        self._token_columns = {name: values for name, values in of_tokens if name in method.reads}
         self._extended = signals.extended(local, experience.step)
         self._on_device: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._num_responses = len(rows)
@@ -109,10 +110,6 @@ class MinibatchLoss:
             sequence_sum=view.sequence_sum,
             sequence_gather=view.sequence_gather,
         )
-
-
-def _read_by(method: Method, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values for name, values in columns.items() if name in method.reads}
 
 
 def _to(device: torch.device, columns: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,14 +16,12 @@ from torch import Tensor
 from megatron_rl.protocols import Parameters, WeightSink, WeightSource
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.collectives import all_gather
-from megatron_rl.weight_sync.exchange import Groups, digest, exchange
+from megatron_rl.weight_sync.exchange import exchange
 from megatron_rl.weight_sync.failure import Stage, SyncProgress
-from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.shards import collect
 from megatron_rl.weight_sync.transport import Transport, TransportReport
-
-Plans = dict[str, Plan]  # by what they were made from, see ``_shape``
 
 
 class ReshardSync:
@@ -38,12 +36,10 @@ class ReshardSync:
         gpus_per_node: int | None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
-        plans: Plans | None = None,
     ) -> None:
         """Collective over ``group`` (None: all processes). ``source`` and ``sink`` are None on a
         process that has no such side. ``gpus_per_node``: neighbors in rank order that share a node;
-        None: those that share a host name. ``plans``: those this process has made; equal inputs
-        have their plan from there.
+        None: those that share a host name.
 
         Raises ValueError, on every rank, when the two sides do not fit each other: names tensor,
         ranks and slices.
@@ -58,17 +54,11 @@ class ReshardSync:
         settings = PlanSettings(
             bucket_bytes=options.bucket_mib << 20,
             rounds_in_flight=options.rounds_in_flight,
-            machines=_machines(gpus_per_node, group),
+            node_of_rank=_nodes(gpus_per_node, group),
             replicas=_replicas(None if sink is None else sink.replica, group),
             cast=options.cast,
         )
-        if plans is None:
-            self.plan = make_plan(sources, targets, settings)
-        else:
-            shape = _shape(sources, targets, settings)
-            if shape not in plans:
-                plans[shape] = make_plan(sources, targets, settings)
-            self.plan = plans[shape]
+        self.plan = make_plan(sources, targets, settings)
         program = compile_program(self.plan, dist.get_rank(group), own_sources, own_targets)
         self._transport = Transport(program, device, group)
 
@@ -150,35 +140,18 @@ class ReshardSync:
         return self._source.weight(key)
 
 
-def _shape(
-    sources: Mapping[int, Groups], targets: Mapping[int, Groups], settings: PlanSettings
-) -> str:
-    """What a plan follows from, as a text: equal for two servers that are cut alike."""
-    texts: dict[int, str] = {}
-    sides = []
-    for side in (sources, targets):
-        text_of: dict[int, str] = {}
-        for rank, groups in side.items():
-            # Ranks of one role share one sequence, and a digest takes a while.
-            if id(groups) not in texts:
-                texts[id(groups)] = digest(groups)
-            text_of[rank] = texts[id(groups)]
-        sides.append(text_of)
-    return repr((sides, settings))
-
-
 def _no_target(key: str) -> Tensor:
     raise AssertionError(f"a process without rollout side was to receive {key}")
 
 
-def _machines(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> Machines:
-    """Collective: which ranks share a node, as each rank reports its own."""
+def _nodes(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Collective: the node of each rank, as it reports its own."""
     own: int | str = platform.node()
     if gpus_per_node:
         own = dist.get_rank(group) // gpus_per_node
     labels = all_gather(str(own), str, group)
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    return Machines(node_of_rank=tuple(numbers[label] for label in labels))
+    return tuple(numbers[label] for label in labels)
 
 
 def _replicas(replica: int | None, group: dist.ProcessGroup | None) -> list[list[int]]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from megatron_rl.errors import LostPeerError
 from megatron_rl.protocols import Parameters
-from megatron_rl.runtime.digest import Kind, kind_on
-from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpack
+from megatron_rl.runtime.digest import Kind, checksum, kind_on
+from megatron_rl.weight_sync.buckets import pack, strided, unpack
 from megatron_rl.weight_sync.checks import compare
 from megatron_rl.weight_sync.collectives import raise_everywhere
 from megatron_rl.weight_sync.failure import HALF_UPDATED
@@ -31,8 +30,8 @@ class TransportReport:
     """What one run moved on this rank, in bytes; ``peak_staging_bytes``: size of the send and
     receive buffers.
 
-    ``checksums``: of the pieces of every bucket, one after the other, as it left or arrived here,
-    if requested; on the host, or on their way there.
+    ``checksums``: of every bucket as it left or arrived here, if requested; on the host, or on the
+    way there.
     """
 
     bytes_sent: int
@@ -57,7 +56,7 @@ class Transport:
 
     Attributes:
         device: where staging buffers live; that of the parameters.
-        kind: of the checksums; None: what suits the device.
+        kind: of the checksums, what suits the device.
     """
 
     def __init__(
@@ -65,12 +64,11 @@ class Transport:
         program: Program,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
-        kind: Kind | None = None,
     ) -> None:
         self.program = program
         self.device = torch.device(device)
         self.group = group
-        self.kind = kind or kind_on(device)
+        self.kind: Kind = kind_on(device)
         self.staging: list[Tensor] = []
         self.forms: dict[tuple[str, str], _ParameterForm] = {}
         self.messages: dict[BucketId, Message] = {}
@@ -182,7 +180,7 @@ class Transport:
         with other bytes than were sent."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # the checksums have arrived
-        compare(self.messages, report.checksums, self.kind, self.group)
+        compare(self.messages, report.checksums, self.group)
 
     def raise_everywhere(self, error: Exception | None, *, moved: bool = True) -> None:
         """Collective: see ``collectives.raise_everywhere``. ``moved``: an engine may have lost old
@@ -235,20 +233,18 @@ class _TransportRun:
 
     def all(self) -> TransportReport:
         rounds = self.program.rounds
+        # Local copies are spread over the rounds: they run while messages travel.
         num_copies = len(self.program.copies)
-        next_copy = 0
-        for index in range(len(rounds)):
+        shares = [num_copies * index // max(len(rounds), 1) for index in range(len(rounds) + 1)]
+        for index, step in enumerate(rounds):
             # A place among the rounds in flight, and what this round passes on.
             while len(self.flying) >= self.program.rounds_in_flight or (
-                self.flying and self.flying[0].index <= rounds[index].after
+                self.flying and self.flying[0].index <= step.after
             ):
                 self.finish()
             self.issue(index)
-            # Local copies are spread over the rounds: they run while messages travel.
-            share = (index + 1) * num_copies // len(rounds)
-            self.copy(next_copy, share)
-            next_copy = share
-        self.copy(next_copy, num_copies)
+            self.attempt(self.copy, shares[index], shares[index + 1])
+        self.attempt(self.copy, shares[-1], num_copies)  # all of them where there is no round
         while self.flying:
             self.finish()
         left = [key for key, count in self.left.items() if count]
@@ -256,13 +252,14 @@ class _TransportRun:
         staging_bytes = sum(buffer.numel() for buffer in self.staging)
         return TransportReport(self.sent, self.received, self.copied, staging_bytes, self.checksums)
 
-    @contextmanager
-    def local(self) -> Iterator[None]:
-        """Keeps what goes wrong on this rank alone for the end, when every rank learns of it."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (raised on every rank at the end)
-            self.error = error
+    def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Keeps what goes wrong on this rank alone for the end, when every rank learns of it; a
+        rank that has failed does nothing more."""
+        if self.error is None:
+            try:
+                action(*arguments)
+            except Exception as error:  # noqa: BLE001 (raised on every rank at the end)
+                self.error = error
 
     def target(self, key: str) -> Tensor:
         if key not in self.open:
@@ -279,32 +276,34 @@ class _TransportRun:
                 self.written(key)
 
     def copy(self, first: int, last: int) -> None:
-        if self.error is not None:
-            return
-        with self.local():
-            for copy in self.program.copies[first:last]:
-                place = strided(self.target(copy.target.key), copy.target)
-                place.copy_(strided(self.source(copy.source.key), copy.source))
-                self.copied += math.prod(copy.target.shape) * place.element_size()
-                self.done(copy.target.key)
+        for copy in self.program.copies[first:last]:
+            place = strided(self.target(copy.target.key), copy.target)
+            place.copy_(strided(self.source(copy.source.key), copy.source))
+            self.copied += math.prod(copy.target.shape) * place.element_size()
+            self.done(copy.target.key)
 
     def issue(self, index: int) -> None:
         """Packs the messages of a round and sends them on their way. A rank that has failed sends
         them unpacked: with whatever is in the buffers."""
         step = self.program.rounds[index]
         staging = self.staging[index % len(self.staging)]
-        buffers = []
+        operations = []
+        incoming = []
         begin = 0
         for message in (*step.receives, *step.sends):
-            buffers.append((message, staging[begin : begin + message.size]))
+            buffer = staging[begin : begin + message.size]
             begin += _aligned(message.size)
-        incoming = buffers[: len(step.receives)]
-        outgoing = buffers[len(step.receives) :]
-        for message, buffer in outgoing:
-            self.packed(message, buffer)
-            self.sent += message.size
-        operations = [self.operation(dist.irecv, *pair) for pair in incoming]
-        operations += [self.operation(dist.isend, *pair) for pair in outgoing]
+            if message.stream.target == self.program.rank:
+                incoming.append((message, buffer))
+                call = dist.irecv
+            else:
+                self.attempt(self.packed, message, buffer)
+                self.sent += message.size
+                call = dist.isend
+            peer = message.peer
+            if self.group is not None:
+                peer = dist.get_global_rank(self.group, peer)
+            operations.append(dist.P2POp(call, buffer, peer, self.group))
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
@@ -320,43 +319,25 @@ class _TransportRun:
         except RuntimeError as error:
             raise self.failure(step, error) from error
         for message, buffer in incoming:
-            self.unpacked(message, buffer)
+            self.attempt(self.unpacked, message, buffer)
             self.received += message.size
 
     def packed(self, message: Message, buffer: Tensor) -> None:
-        if self.error is not None:
-            return
-        with self.local():
-            sums = self.checksum_of(buffer)
-            if message.passed_on:  # from where it was written to a round ago
-                pack(message, self.target, buffer, sums, self.done)
-            else:
-                pack(message, self.source, buffer, sums)
-            self.keep(message, sums)
+        if message.passed_on:  # from where it was written to a round ago
+            pack(message, self.target, buffer, self.done)
+        else:
+            pack(message, self.source, buffer, lambda key: None)
+        self.keep_checksum(message, buffer)
 
     def unpacked(self, message: Message, buffer: Tensor) -> None:
-        if self.error is not None:
-            return
-        with self.local():
-            sums = self.checksum_of(buffer)
-            unpack(message, buffer, self.target, self.done, sums)
-            self.keep(message, sums)
+        self.keep_checksum(message, buffer)
+        unpack(message, buffer, self.target, self.done)
 
-    def checksum_of(self, buffer: Tensor) -> RunningChecksum | None:
-        """None where the run is not checked."""
-        if not self.checked:
-            return None
-        return RunningChecksum(buffer, self.transport.kind)
-
-    def keep(self, message: Message, sums: RunningChecksum | None) -> None:
-        if sums is not None:
-            self.checksums[message.bucket] = sums.result()
-
-    def operation(self, call: Callable, message: Message, buffer: Tensor) -> dist.P2POp:
-        peer = message.peer
-        if self.group is not None:
-            peer = dist.get_global_rank(self.group, peer)
-        return dist.P2POp(call, buffer, peer, self.group)
+    def keep_checksum(self, message: Message, buffer: Tensor) -> None:
+        if self.checked:
+            sums = checksum(buffer, self.transport.kind)
+            # From an accelerator without waiting for it: ``Transport.compare`` does.
+            self.checksums[message.bucket] = sums.to("cpu", non_blocking=True)
 
     def failure(self, step: Round, error: RuntimeError) -> LostPeerError:
         messages = [f"to rank {message.peer}: {message.contents}" for message in step.sends]

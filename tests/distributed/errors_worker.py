@@ -37,16 +37,6 @@ def fail(case: str, rank: int, mine: int) -> None:
         time.sleep(60)
 
 
-def attend_late(world, rank: int) -> None:
-    """Ranks are waited for, with the first line after 5 s instead of 30."""
-    from megatron_rl.runtime.guard import collective_watchdog
-
-    collective_watchdog.FIRST_S = 5.0
-    world.barrier()
-    if world.rank == rank:
-        time.sleep(9)
-
-
 def main(case: str, rank: int) -> None:
     before_joining(case, rank)
     from megatron_rl.runtime.launch import start
@@ -60,8 +50,6 @@ def main(case: str, rank: int) -> None:
     if case in ("compute", "busy"):
         time.sleep(60)
     fail(case, rank, world.rank)
-    if case == "late":
-        attend_late(world, rank)
     world.barrier()
     if case == "serve":
         while True:

@@ -12,16 +12,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config.load import compose
 from megatron_rl.config.rules.layout_rules import stage_layers
-from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.models import Architecture
 from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.types import SequenceBatch, Shard
 from megatron_rl.weight_sync.planner.shards import expand
+from tests import zoo
 from tests.distributed.big_models import CASES, Case, train_layout, write_narrow
 from tests.distributed.fake_world import Answers, Record, fake_world
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
@@ -79,21 +78,11 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
     whole_stages = [sorted(number for chunk in stage for number in chunk) for stage in chunks]
     answers = Answers((share, 1, arch.hidden_size), balanced, whole_stages)
     with fake_world(rank, case.ranks, answers):
-        policy = MegatronPolicy(
-            ModelConfig(
-                path=str(folder), make_vocab_divisible_by=DIVISIBLE_BY, freeze_vision=False
-            ),
-            parallel,
-            PrecisionConfig(**compose("precision/bf16")),
-            OptimConfig(**compose("optim/adam")),
-            PolicySettings(
-                temperature=1.0,
-                keep_reference=False,
-                total_optimizer_steps=10,
-                max_sequence_tokens=todo.length,
-                tokens_per_microbatch=todo.length,
-            ),
+        run = zoo.configured(
+            folder, "precision=bf16", f"model.make_vocab_divisible_by={DIVISIBLE_BY}"
         )
+        run = run.model_copy(update={"parallel": parallel})
+        policy = zoo.configured_policy(run, todo.length)
         fill(policy)
         assert (
             policy.ranks.data * parallel.tensor * parallel.context * parallel.pipeline == case.ranks

@@ -162,11 +162,3 @@ def test_a_signal_to_torchrun_is_one_line(case, number, text):
         lines = output.read_text().splitlines()
     own = [line for line in lines if "saved" in line or "rank" in line]
     assert own == [text]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_is_waited_for_is_named(rank):
-    output = launch(WORKER, 3, ["late", rank], is_warm=False).stdout
-    (line,) = (line for line in output.splitlines() if line.startswith("waiting"))
-    assert re.fullmatch(rf"waiting for rank {rank} for \d s: busy, stopped or hung\?", line)

@@ -23,13 +23,14 @@ from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.at_start import plan as memory_plan
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.planning.phases import MemoryBudget
-from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
 from tests.distributed.big_models import CASES, CONFIGS, Case, train_layout, write_config
 from tests.distributed.fake_world import Kind
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
 from tests.launch import REPO, run
 from tests.unit.weight_sync.training_tables import shape_from_hf, train_shards
 from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from tools.planning.plan_figures import streams
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 
 CORE = [case for case in CASES if not case.full]
@@ -148,12 +149,12 @@ def planned(case: Case, rollout_tensor: int, slack: float) -> None:
     rollout = RolloutLayout(tp=rollout_tensor, dp=case.ranks // rollout_tensor)
     sources = {rank: train_shards(model, train, rank) for rank in range(case.ranks)}
     targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
-    settings = PlanSettings(BUCKET, machines=Machines(8), replicas=rollout.replicas)
+    settings = PlanSettings(BUCKET, gpus_per_node=8, replicas=rollout.replicas)
     plan = make_plan(sources, targets, settings)
     assert plan.bytes_local + plan.bytes_sent == rollout.dp * engine_bytes(model, rollout_tensor)
     assert plan.bytes_sent == plan.lower_bound
     sent: Counter[tuple[str, int]] = Counter()
-    for (source, target, _), size in plan.streams.items():
+    for (source, target, _), size in streams(plan.flows).items():
         sent["out of", source] += size
         sent["into", target] += size
     needed = math.ceil(max(sent.values()) / BUCKET)

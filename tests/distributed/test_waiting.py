@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 from tests import warm
 from tests.distributed.test_errors import running
 from tests.distributed.waiting_worker import STALL_S

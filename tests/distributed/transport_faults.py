@@ -83,7 +83,7 @@ def changed_on_the_wire(sync: ReshardSync) -> None:
     """The first byte of the first bucket of one rank: the slice it belongs to is named with both
     ranks."""
     packed, hit = transport_module._TransportRun.packed, []
-    sender = min(sync.plan.streams).source
+    sender = int(sync.plan.flows.edges.sender.min())
 
     def tampered(run, message, buffer):
         packed(run, message, buffer)

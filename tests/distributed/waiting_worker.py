@@ -14,8 +14,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
 from megatron_rl.runtime.guard.failure import STATE, exit_process, saved
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 from megatron_rl.runtime.process import reported
 
 OLD_LIMIT_S = 1.0

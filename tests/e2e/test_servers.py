@@ -206,8 +206,7 @@ def test_two_servers_one_step_behind_are_the_delayed_program(folder, register, s
     run_dir = folder / "lockstep"
     register(0, run_dir)
     register(1, run_dir)
-    arguments = overrides(folder, run_dir, *ON_SERVERS)
-    launch("megatron_rl.train", 2, arguments, timeout=LIMIT_S)
+    steps_of(run_dir)
     must_be_equal(run_dir, sequential)
     found = rows(run_dir)
     assert [row["source/servers"] for row in found] == [2.0] * STEPS
@@ -216,10 +215,11 @@ def test_two_servers_one_step_behind_are_the_delayed_program(folder, register, s
 
 def test_server_and_trainer_are_killed_and_nothing_is_lost(folder, servers, register, sequential):
     run_dir = folder / "trouble"
+    checkpoint = run_dir / "checkpoints" / "step_000002" / "manifest.json"
     register(0, run_dir)
     lease = register(1, run_dir)
     with training(folder, run_dir) as (process, log):
-        until(lambda: checkpoint(run_dir, 2), process, log)
+        until(checkpoint.exists, process, log)
         servers[1].send(signal.SIGSTOP)  # it has taken requests, and answers none of them
         time.sleep(3.0)
         servers[1].send(signal.SIGKILL)
@@ -240,9 +240,8 @@ def test_server_and_trainer_are_killed_and_nothing_is_lost(folder, servers, regi
 def test_a_server_answers_its_run_as_the_engine_in_the_process_and_nobody_else(folder, servers):
     registration = servers[0].registration()
     secret = (servers[0].folder / FOLDER / SECRET).read_text().strip()
-    arguments = [registration.url, secret, *overrides(folder, folder / "unused", *ON_SERVERS)]
-    arguments.append("parallel=single")
-    output = launch(CLIENT, 1, arguments, timeout=LIMIT_S).stdout
+    words = overrides(folder, folder / "unused", *ON_SERVERS, "parallel=single")
+    output = launch(CLIENT, 1, [registration.url, secret, *words], timeout=LIMIT_S).stdout
     assert "all cases hold" in output
 
 
@@ -316,8 +315,7 @@ def free(folder, servers) -> Iterator[Path]:
     with registering(servers) as register:
         register(0, run_dir)
         register(1, run_dir)
-        words = overrides(folder, run_dir, *ON_SERVERS, *more)
-        launch("megatron_rl.train", 2, words, timeout=LIMIT_S)
+        steps_of(run_dir, *more)
     yield run_dir
 
 
@@ -361,10 +359,6 @@ def test_a_record_that_is_not_the_runs_is_told(free, tmp_path):
     shutil.rmtree(run_dir / "checkpoints" / "step_000004")
     said = replayed(run_dir, "--step", 5, "--after", 4, code=1)
     assert "--after 4" in said and "it has 0, 2, 5" in said
-
-
-def checkpoint(run_dir: Path, step: int) -> bool:
-    return (run_dir / "checkpoints" / f"step_{step:06d}" / "manifest.json").exists()
 
 
 def kill(process: subprocess.Popen) -> None:

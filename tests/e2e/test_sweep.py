@@ -1,7 +1,6 @@
 """Sweeps through the command line, with real runs side by side: a run that fails, a sweep that is
 killed and started again, equal runs, pairs, and the report of them in a browser."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -14,7 +13,8 @@ import psutil
 import pytest
 
 from megatron_rl import report
-from tests.e2e.test_report_page import CHROMIUM, seen
+from tests.e2e.browser import CHROMIUM, seen
+from tests.e2e.test_report_page import LOOK
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import REPO, end, run
 
@@ -105,7 +105,7 @@ def check_report(out: Path, scratch: Path) -> None:
     assert "grpo" in text and "a_grae" in text
     if CHROMIUM is None:
         pytest.skip("the report was written; no chromium to open it: apt-get install chromium")
-    complaints, look = asyncio.run(seen(folder / "index.html", scratch, 1400))
+    complaints, look = seen((folder / "index.html").as_uri(), scratch, 1400, LOOK)
     assert complaints == []
     assert len(look["figures"]) >= 5
     assert all(across > 300 and down > 150 for across, down, _ in look["figures"])

@@ -15,8 +15,6 @@ import pytest
 import torch
 from policy_worker import BATCH, MICROBATCHES, build, loss, write_model
 
-from megatron_rl.config.load import compose, validate
-from megatron_rl.config.schema import Config
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -25,6 +23,7 @@ from megatron_rl.runtime import launch
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.types import Prompt, Sampling
 from megatron_rl.weight_sync.gather import GatherSync
+from tests import zoo
 
 QUANTIZATION, LEVEL = sys.argv[2], int(sys.argv[3])
 EVERYTHING = ("optimizer", "gradients", "weights")
@@ -37,17 +36,11 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
         f"rollout.quantization={QUANTIZATION}",
         "rollout.gpu_memory_utilization=0.2",
     ]
-    overrides += [
-        "rollout.max_prompt_tokens=64",
-        "rollout.max_response_tokens=64",
-        f"model.path={path}",
-        "data.train=-",
-        "data.eval=-",
-    ]
+    overrides += ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64"]
     overrides += os.environ.get(
         "MEGATRON_RL_TEST_ENGINE", ""
     ).split()  # to look for what makes a test fail
-    config = validate(Config, compose("config", overrides), "test")
+    config = zoo.configured(path, *overrides)
     engine = VllmEngine(str(path), config.rollout, seed=1, launch_id=launch_id)
     assert torch.cuda.current_stream() == torch.cuda.default_stream(), (
         "the policy's gradients belong to this one"

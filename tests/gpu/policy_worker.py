@@ -15,15 +15,13 @@ import torch.distributed as dist
 import transformers
 from megatron.core.optimizer import Adam
 
-from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.hardware import machine_problems
-from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
+from tests import zoo
 
 FOLDER = Path(sys.argv[1])
 PRECISIONS = ("bf16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8")
@@ -50,29 +48,10 @@ def write_model() -> Path:
 
 def build(path: Path, *overrides: str, keep_reference: bool = False) -> MegatronPolicy | str:
     """The policy, or why this machine has none."""
-    config = validate(
-        Config,
-        compose("config", [f"model.path={path}", "data.train=-", "data.eval=-", *overrides]),
-        "test",
-    )
-    problems = list(
-        machine_problems(config, this_machine(), json.loads((path / "config.json").read_text()))
-    )
-    if problems:
-        return problems[0]
-    return MegatronPolicy(
-        config.model,
-        config.parallel,
-        config.precision,
-        config.optim,
-        PolicySettings(
-            temperature=1.0,
-            keep_reference=keep_reference,
-            total_optimizer_steps=10,
-            max_sequence_tokens=128,
-            tokens_per_microbatch=128,
-        ),
-    )
+    config = zoo.configured(path, *overrides)
+    sizes = json.loads((path / "config.json").read_text())
+    problems = list(machine_problems(config, this_machine(), sizes))
+    return problems[0] if problems else zoo.configured_policy(config, keep_reference=keep_reference)
 
 
 def make_batch():

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from tests.numerics import annealed_cases as cases
 from tests.numerics import rollout_models as small
 
 PROMPTS = small.make_prompts(3)
+# More than two blocks of the sampling kernel, and no multiple of one.
+VOCAB = 2500
 
 
 def keep_asynchronous() -> None:
@@ -43,6 +46,11 @@ PATH = small.write("qwen3", 0, Path(sys.argv[1]))
 MODEL = small.build("qwen3", 0)
 keep_asynchronous()
 ENGINE = VllmEngine(str(PATH), small.engine_config(), seed=0, launch_id=WORLD.launch_id)
+# Of GPUs: imported once the engine has set its environment.
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p  # noqa: E402
+from vllm.v1.sample.ops.topk_topp_triton import _apply_topp_split  # noqa: E402
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample  # noqa: E402
+
 CORE = ENGINE._llm.llm_engine.engine_core.engine_core
 
 
@@ -121,6 +129,61 @@ def annealed_temperatures() -> None:
     cases.one_temperature_is_the_plain_one(engine, PROMPTS[:1], 4)
 
 
+def shares_of_the_samples() -> None:
+    """Of the kernel: chi-squared of 800 samples of 4 tokens over positions, and over the seeds of
+    responses to a prompt."""
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    count = 800
+    logits = probabilities.log().expand(count, 4).contiguous()
+    numbers = torch.arange(count)
+    one, zero = torch.ones(count), torch.zeros(count, dtype=torch.int64)
+    states, seeds = torch.zeros(count, dtype=torch.int32), torch.full((count,), 12345)
+    flags = {"apply_temperature": False, "is_drafting": False}
+    by_position = gumbel_sample(logits, states, one, seeds, numbers, **flags)
+    by_seed = gumbel_sample(logits, numbers.int(), one, numbers + 2**61, zero, **flags)
+    for drawn in (by_position, by_seed):
+        counts = np.bincount(drawn.tolist(), minlength=4)
+        wanted = probabilities.numpy() * count
+        # 99.9 % of all samples are below, with 3 degrees of freedom.
+        assert ((counts - wanted) ** 2 / wanted).sum() < 16.27, counts
+
+
+def smallest_sets(logits: Tensor, shares: list[float]) -> Tensor:
+    """Which tokens of each row are in the smallest set whose probability reaches the share, [rows,
+    vocabulary]."""
+    ordered, index = logits.double().softmax(-1).sort(descending=True)
+    before = ordered.cumsum(-1) - ordered
+    kept = before < torch.tensor(shares)[:, None]
+    return torch.zeros_like(kept).scatter(-1, index, kept)
+
+
+def check_truncated(found: Tensor, logits: Tensor, kept: Tensor) -> None:
+    assert torch.equal(found > -torch.inf, kept), (found > -torch.inf).sum(-1)
+    assert torch.equal(found[kept], logits[kept])
+
+
+def truncation() -> None:
+    """The 7 largest; the smallest set that reaches 0.6; both, first the largest; neither."""
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
+    largest = torch.tensor([7, VOCAB, 9, VOCAB], dtype=torch.int32)
+    found = apply_top_k_top_p(logits.clone(), largest, torch.tensor([1.0, 0.6, 0.8, 1.0]))
+    left = logits.clone()
+    for row, count in ((0, 7), (2, 9)):
+        left[row, left[row] < left[row].topk(count).values[-1]] = -torch.inf
+    kept = smallest_sets(left, [2.0, 0.6, 0.8, 2.0]) & (left > -torch.inf)
+    assert kept[0].sum() == 7 and 0 < kept[2].sum() < 9 and kept[3].all()
+    check_truncated(found, logits, kept)
+
+
+def truncation_of_small_batches() -> None:
+    """Where a GPU has more processors than the batch has rows, each row is shared out over
+    several."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
+    found = logits.clone()
+    _apply_topp_split(found, None, torch.tensor([0.9, 0.6, 1.0]), -torch.inf, 4)
+    check_truncated(found, logits, smallest_sets(logits, [0.9, 0.6, 2.0]))
+
+
 def updated_weights_are_used() -> None:
     """Last: the engine has other weights from then on."""
     model = small.build("qwen3", 1)
@@ -139,6 +202,9 @@ CASES = (
     scores_are_those_of_generation,
     the_cache_is_dropped_behind_a_step_too_many,
     annealed_temperatures,
+    shares_of_the_samples,
+    truncation,
+    truncation_of_small_batches,
     updated_weights_are_used,
 )
 

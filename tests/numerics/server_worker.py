@@ -95,8 +95,7 @@ def pushed_equals_transformers() -> None:
     if WORLD.rank == 0:
         seconds = [round(report.seconds, 3) for report in (first, second, third)]
         small.say(
-            f"{ARCH}: {sync.plan.bytes_sent} bytes sent, least {sync.plan.lower_bound}, gather"
-            f" {sync.plan.gather_bytes}; {seconds} s"
+            f"{ARCH}: {sync.plan.bytes_sent} bytes sent, least {sync.plan.lower_bound}; {seconds} s"
         )
     sync.close()
 

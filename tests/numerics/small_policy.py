@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_rl.config.load import compose
-from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.schema import ModelConfig, OptimConfig, PrecisionConfig
 from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.types import SequenceBatch
 from tests import zoo
+from tests.numerics.policy_cases import parallel
 from tests.numerics.policy_state import record
 
 SHARDED = {"distributed_optimizer": True}
@@ -50,21 +51,16 @@ def precision(case: Case) -> PrecisionConfig:
 
 
 def build(models: Path, case: Case) -> MegatronPolicy:
-    defaults = compose("config", ["parallel=single", "precision=fp32"])
-    layout = {**defaults["parallel"], "distributed_optimizer": False, **case.layout}
-    return MegatronPolicy(
-        ModelConfig(path=str(models / case.model), make_vocab_divisible_by=8, freeze_vision=False),
-        ParallelConfig(**layout),
-        precision(case),
-        OPTIM,
-        PolicySettings(
-            temperature=0.9,
-            keep_reference=case.reference,
-            total_optimizer_steps=6,
-            max_sequence_tokens=64,
-            tokens_per_microbatch=64,
+    run: Any = SimpleNamespace(
+        model=ModelConfig(
+            path=str(models / case.model), make_vocab_divisible_by=8, freeze_vision=False
         ),
+        parallel=parallel(**case.layout),
+        precision=precision(case),
+        optim=OPTIM,
     )
+    chosen = dict(temperature=0.9, keep_reference=case.reference, total_optimizer_steps=6)
+    return zoo.configured_policy(run, 64, **chosen)
 
 
 def batch(step: int) -> SequenceBatch:

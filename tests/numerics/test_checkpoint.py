@@ -20,11 +20,11 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.state import checkpoint
 from megatron_rl.policy.state.export import export_hf
 from megatron_rl.runtime.launch import gather_objects
+from tests.numerics import megatron_checkpoint
 from tests.numerics.checkpoint_arrays import same_arrays
 from tests.numerics.policy_state import record
 from tests.numerics.small_policy import OVERLAPPED, SHARDED, Case, build, trajectory, update
 from tests.ranks import call
-from tools.bench import megatron_checkpoint
 
 STEP_0 = "step_000000"
 STEP_2 = "step_000002"
@@ -289,13 +289,13 @@ def moved(models: Path, folder: Path, case: Case, path: Path) -> None:
 
 def gathered(models: Path, folder: Path, case: Case) -> None:
     """The plain way, in which one rank writes and all read everything, gives the same bits: each
-    way reads what the other has written. It wrote without digests once."""
+    way reads what the other has written."""
     policy = build(models, case)
     update(policy, 0)
     update(policy, 1)
     plain = folder / "plain"
     shares = folder / "shares"
-    megatron_checkpoint.save(policy, plain, {"step": 2}, digests=False)
+    megatron_checkpoint.save(policy, plain, {"step": 2})
     policy.save(shares, {"step": 2})
     want = trajectory(policy, range(2, 4))
     if dist.get_rank() == 0:

@@ -80,94 +80,40 @@ def test_copies_to_the_device_are_queued(figures):
         }
 
 
-def _scalar(there, here):
-    return float(there.sum())
-
-
-def _truth(there, here):
-    return bool((there > 0).all())
-
-
-def _list(there, here):
-    return there.tolist()
-
-
-def _mask(there, here):
-    return there[there > 0]
-
-
-def _mask_write(there, here):
-    there[there > 0] = 1.0
-
-
-def _places(there, here):
-    return torch.nonzero(there)
-
-
-def _host_index(there, here):
-    return there[here.long()]
-
-
-def _sum_with_host(there, here):
-    return there + here
-
-
-def _to_host(there, here):
-    return there.cpu()
-
-
-def _to_host_by_name(there, here):
-    return there.to("cpu")
-
-
-def _to_device(there, here):
-    return here.to(torch.device("cpu"))
-
-
-def _made_there(there, here):
-    return torch.tensor([1.0], device=torch.device("cpu"))
-
-
-def _written_there(there, here):
-    return there.copy_(here)
-
-
-def _unknown_size(there, here):
-    return torch.repeat_interleave(there, there.long())
-
-
-def _in_backward(there, here):
-    return there.clone().requires_grad_().pow(2).sum().backward()
-
-
+HOST = torch.device("cpu")
+# What is done with a tensor of the device and one of the host -> how often the host waits.
 CASES = {
-    _scalar: 1,
-    _truth: 1,
-    _list: 1,
-    _mask: 1,
-    _mask_write: 1,
-    _places: 1,
-    _host_index: 1,
-    _sum_with_host: 1,
-    _to_host: 1,
-    _to_host_by_name: 1,
-    _to_device: 1,
-    _made_there: 1,
-    _written_there: 1,
-    _unknown_size: 1,
-    _in_backward: 0,
+    "scalar": (lambda there, here: float(there.sum()), 1),
+    "truth": (lambda there, here: bool((there > 0).all()), 1),
+    "list": (lambda there, here: there.tolist(), 1),
+    "mask": (lambda there, here: there[there > 0], 1),
+    "mask_write": (lambda there, here: there.__setitem__(there > 0, 1.0), 1),
+    "places": (lambda there, here: torch.nonzero(there), 1),
+    "host_index": (lambda there, here: there[here.long()], 1),
+    "sum_with_host": (lambda there, here: there + here, 1),
+    "to_host": (lambda there, here: there.cpu(), 1),
+    "to_host_by_name": (lambda there, here: there.to("cpu"), 1),
+    "to_device": (lambda there, here: here.to(HOST), 1),
+    "made_there": (lambda there, here: torch.tensor([1.0], device=HOST), 1),
+    "written_there": (lambda there, here: there.copy_(here), 1),
+    "unknown_size": (lambda there, here: torch.repeat_interleave(there, there.long()), 1),
+    "in_backward": (
+        lambda there, here: there.clone().requires_grad_().pow(2).sum().backward(),
+        0,
+    ),
 }
 
 
-@pytest.mark.parametrize("action", CASES, ids=lambda action: action.__name__)
-def test_the_device_that_is_played_notices(action):
+@pytest.mark.parametrize("name", CASES)
+def test_the_device_that_is_played_notices(name):
+    action, waits = CASES[name]
     device = SimulatedDevice(())
     there, here = torch.ones(3), torch.ones(3)
     device.put(there)
     with device.watched():
         action(there, here)
-        assert sum(device.waits.values()) == CASES[action], device.waits
+        assert sum(device.waits.values()) == waits, device.waits
         device.clear()
-        if action not in (_to_device, _made_there):
+        if name not in ("to_device", "made_there"):
             action(here.clone(), here.clone())
     assert not device.waits, "on the host nothing is waited for"

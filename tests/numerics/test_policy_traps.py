@@ -216,7 +216,7 @@ def test_adam_steps_are_unshared(hf_models: Path):
     shared = next(iter(state.values()))["step"]
     for entry in state.values():
         entry["step"] = shared  # what megatron's load leaves behind
-    assert optimizer.unshare_steps(policy.optimizer) == len(state) - 1 > 1
+    optimizer.unshare_steps(policy.optimizer)
     for _ in range(2):
         policy.update(LocalBatch(batch, rows(policy, batch)), simple_loss)
     steps = {float(entry["step"]) for entry in state.values()}

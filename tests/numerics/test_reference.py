@@ -1,6 +1,6 @@
 """Passes with the starting weights, under real megatron: between updates they leave the starting
-weights, the trained ones and the course of the training alone, whether the parameters are lent the
-host's memory or that of the gradients; and what is gathered or moved for them."""
+weights, the trained ones and the course of the training alone; and what is gathered or moved for
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megatron.core.distributed import param_and_grad_buffer
 
 from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.state import host_memory
 from tests import zoo
 from tests.numerics.policy_state import record
@@ -46,23 +45,14 @@ def test_reference_passes_move_the_fewest_bytes_and_change_no_bit_of_the_trainin
     """TP, the distributed optimizer (overlapped too), a tied interleaved pipeline, experts; float32
     and bfloat16; one copy of the weights a pass at most."""
     want = run(hf_models, case, passes=False)
-    for staged in (False, True):
-        got = run(hf_models, case, passes=True, staged=staged)
-        assert got["norms"] == want["norms"], (
-            f"staged {staged}: norms {got['norms']}, without passes {want['norms']}"
-        )
-        assert torch.equal(got["scores"], want["scores"])
-        different = [
-            i
-            for i, (a, b) in enumerate(zip(got["state"], want["state"], strict=True))
-            if not torch.equal(a, b)
-        ]
-        assert not different, f"staged {staged}: {different} differ"
-        # Once to the device for each pass where the parameters cannot point to the host; never
-        # back.
-        assert got["moved"] == (2 * STEPS * got["bytes"] if staged else 0), (
-            f"staged {staged}: {got['moved']} bytes"
-        )
+    got = run(hf_models, case, passes=True)
+    assert got["norms"] == want["norms"]
+    assert torch.equal(got["scores"], want["scores"])
+    pairs = enumerate(zip(got["state"], want["state"], strict=True))
+    different = [number for number, (a, b) in pairs if not torch.equal(a, b)]
+    assert not different, f"{different} differ"
+    # Once to the device for each pass; never back.
+    assert got["moved"] == 2 * STEPS * got["bytes"]
 
 
 def gathers(policy: MegatronPolicy, action: Any) -> int:
@@ -110,14 +100,11 @@ def ordinary_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
     return torch.full((num_bytes,), 170, dtype=torch.uint8)
 
 
-def make(models: Path, case: Case, *, staged: bool) -> MegatronPolicy:
-    policy = build(models, case)
-    if staged:
-        # Pieces so small that parameters lie in several of them.
-        small = {"_allocate": ordinary_memory, "LARGEST_BLOCK": 2**12, "SMALLEST_BLOCK": 2**6}
-        with mock.patch.multiple(host_memory, **small):
-            policy.reference = Reference(policy.held, policy.chunks, staged=True)
-    return policy
+def make(models: Path, case: Case) -> MegatronPolicy:
+    """Pieces of host memory so small that parameters lie in several of them."""
+    small = {"_allocate": ordinary_memory, "LARGEST_BLOCK": 2**12, "SMALLEST_BLOCK": 2**6}
+    with mock.patch.multiple(host_memory, **small):
+        return build(models, case)
 
 
 def scores(policy: MegatronPolicy, *, reference: bool = False) -> torch.Tensor:
@@ -140,9 +127,9 @@ def apart(policy: MegatronPolicy) -> None:
     assert not storages(policy.reference.tensors().values()) & storages(weights(policy))
 
 
-def run(models: Path, case: Case, *, passes: bool, staged: bool = False) -> dict[str, Any]:
+def run(models: Path, case: Case, *, passes: bool) -> dict[str, Any]:
     """Three updates, with or without two reference passes before each; what came of them."""
-    policy = make(models, case, staged=staged)
+    policy = make(models, case)
     assert policy.reference is not None
     start = {name: tensor.clone() for name, tensor in policy.reference.tensors().items()}
     before = scores(policy)

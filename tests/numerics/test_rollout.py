@@ -1,6 +1,8 @@
 """The rollout engine: logprobs and tokens of real vLLM against transformers, across layouts, and
 beside other jobs."""
 
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,11 +30,14 @@ def one_process(folder):
 
 @pytest.fixture(scope="module")
 def killed_launch(folder):
-    """What a launch left in shared memory that was killed while its engine started."""
+    """What a launch left in shared memory that was killed, two hours ago, while its engine
+    started."""
     result = launch(TWO_PROCESSES, args=[folder, 2, "die"], timeout=TIMEOUT_S, check=False)
     assert result.returncode != 0
     left = [name for name in result.stdout.split() if name.startswith(shared_memory.PREFIX)]
-    assert left and all((shared_memory.DIRECTORY / name).exists() for name in left), result.stdout
+    then = time.time() - 7200.0
+    for name in left:
+        os.utime(shared_memory.DIRECTORY / name, (then, then))
     return left
 
 
@@ -73,11 +78,9 @@ def test_tensor_parallel(tensor_parallel_job, name):
 def test_a_killed_launch_leaves_names(killed_launch):
     """Else the next test shows nothing. All of them are this project's own."""
     if not torch.cpu._is_avx512_supported():
-        assert all(name.endswith(".lock") for name in killed_launch)
+        assert not killed_launch
         pytest.skip("vLLM's ranks share no memory on a processor without AVX-512")
-    assert len(killed_launch) > 2 and all(
-        name.startswith(shared_memory.PREFIX) for name in killed_launch
-    )
+    assert len(killed_launch) > 1
 
 
 @pytest.mark.full

@@ -55,4 +55,4 @@ def test_example_pushes_a_checkpoint(tmp_path):
     gap = small.logprob_gap(
         small.build("llama", 2), small.make_prompts(3), groups, lambda logits: logits
     )
-    assert gap <= 1e-4 and "bytes (least possible: " in output, (gap, output)
+    assert gap <= 1e-4 and "bytes, the least possible" in output, (gap, output)

@@ -125,18 +125,17 @@ def test_positions_are_those_of_transformers() -> None:
         prompt = batch.token_ids[start : start + int(batch.prompt_lengths[row])]
         length = int(batch.lengths[row]) + 3
         grids = [PROCESSOR.grid(each) for each in images]
-        in_tokens = [(time, rows // 2, columns // 2) for time, rows, columns in grids]
-        got = vision.rope_positions(prompt == zoo.IMAGE_TOKEN, length, in_tokens)
+        got = vision.rope_positions(prompt == zoo.IMAGE_TOKEN, length, grids, 2)
         assert torch.equal(got, hf_positions(hf, prompt.tolist(), length, images)[:, 0]), row
     example = torch.tensor([False, True, True, False])
-    assert vision.rope_positions(example, 4, [(1, 1, 2)]).tolist() == [
+    assert vision.rope_positions(example, 4, [(1, 2, 4)], 2).tolist() == [
         [0, 1, 1, 3],
         [0, 1, 1, 3],
         [0, 1, 2, 3],
     ]
 
 
-def plain_positions(is_image: Tensor, length: int, grids: Any) -> Tensor:
+def plain_positions(is_image: Tensor, length: int, grids: Any, merge: int) -> Tensor:
     return torch.arange(length).expand(3, -1)
 
 

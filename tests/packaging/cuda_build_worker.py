@@ -30,17 +30,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.hardware import Machine
-from megatron_rl.config.schema import Config
 from megatron_rl.policy import megatron_policy
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy.batches.microbatches import Microbatch, Packer
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes.logprobs import TokenValues
-from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.policy.state import weights
 from megatron_rl.types import SequenceBatch
+from tests import zoo
 
 LAYERS = 2
 QWEN_7B = dict(
@@ -119,14 +117,13 @@ def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
     weights.HfDirectory.__init__ = lambda self, path: None
     weights.HfDirectory.check = lambda self, arch: None
     # Transformer Engine's Adam allocates where it is made.
-    megatron_policy.optim_room.build_optimizer = lambda *_: None
+    megatron_policy.optimizer.build_optimizer = lambda *_: None
     dist.all_gather_object = all_gather_object
     torch.nn.Module._apply = converted
     weights.load = lambda *_, **__: None
     weights.from_first_rank = lambda action: action()
-    paths = [f"model.path={folder}", "data.train=-", "data.eval=-"]
     layout = [f"parallel.tensor={tensor}", f"parallel.sequence={tensor > 1}".lower()]
-    run = validate(Config, compose("config", [*paths, *layout, "precision=bf16"]), "test")
+    run = zoo.configured(folder, *layout, "precision=bf16")
     # Groups of gloo want the other processes; these talk to nobody, whatever they are made for.
     original = parallel_state.create_group
 
@@ -135,19 +132,7 @@ def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
 
     parallel_state.create_group = made_of_nothing
     with fake:
-        policy = MegatronPolicy(
-            run.model,
-            run.parallel,
-            run.precision,
-            run.optim,
-            PolicySettings(
-                temperature=1.0,
-                keep_reference=False,
-                total_optimizer_steps=10,
-                max_sequence_tokens=2048,
-                tokens_per_microbatch=2048,
-            ),
-        )
+        policy = zoo.configured_policy(run, 2048)
     policy.config.apply_rope_fusion = True
     # The sum over data-parallel ranks is one message that torch cannot send without data.
     policy.config.finalize_model_grads_func = lambda *_, **__: None

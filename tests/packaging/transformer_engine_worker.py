@@ -25,16 +25,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from safetensors.torch import load_file
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.hardware import Machine
-from megatron_rl.config.schema import Config
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy.hardware import transformer_engine_version
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.precision import logprob_format
-from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
+from tests import zoo
 
 FOLDER = Path(sys.argv[1])
 SIZES = dict(
@@ -82,24 +80,7 @@ def build(name: str, *overrides: str) -> MegatronPolicy:
         config, kind = MODELS[name]
         config.architectures = [kind.__name__]
         kind(config).to(torch.bfloat16).save_pretrained(path)
-    run = validate(
-        Config,
-        compose("config", [f"model.path={path}", "data.train=-", "data.eval=-", *overrides]),
-        "test",
-    )
-    return MegatronPolicy(
-        run.model,
-        run.parallel,
-        run.precision,
-        run.optim,
-        PolicySettings(
-            temperature=1.0,
-            keep_reference=False,
-            total_optimizer_steps=10,
-            max_sequence_tokens=128,
-            tokens_per_microbatch=128,
-        ),
-    )
+    return zoo.configured_policy(zoo.configured(path, *overrides))
 
 
 def states(policy: MegatronPolicy) -> list[tuple[str, torch.Tensor]]:
@@ -228,27 +209,6 @@ def names() -> None:
     )
 
 
-def adam() -> None:
-    """The arguments that megatron gives, and how the state of a parameter is made."""
-    wanted = (
-        "lr weight_decay betas eps adam_w_mode exp_avg_dtype exp_avg_sq_dtype master_weights"
-        " use_decoupled_grad master_weight_dtype "
-    )
-    assert set((wanted + "store_param_remainders").split()) <= set(
-        inspect.signature(FusedAdam.__init__).parameters
-    )
-    assert list(inspect.signature(FusedAdam.initialize_state).parameters) == [
-        "self",
-        "param",
-        "store_param_remainders",
-    ]
-    assert list(inspect.signature(FusedAdam.get_unscaled_state).parameters) == [
-        "self",
-        "param",
-        "state_name",
-    ]
-
-
 def ends_in_bf16() -> None:
     ends = [f"precision.fp8.num_layers_at_{end}_in_bf16=1" for end in ("start", "end")]
     policy = build("llama", "precision=fp8_tensorwise", *ends)
@@ -365,7 +325,7 @@ def main() -> None:
         sequence()
         print("OK sequence", flush=True)
         launch.exit_process(0)
-    plain = (names, adam, ends_in_bf16, fusions, selective, both_layouts)
+    plain = (names, ends_in_bf16, fusions, selective, both_layouts)
     checks = {
         **{check.__name__: check for check in plain},
         "bf16": lambda: layers_and_checkpoint("bf16", "llama", "precision=bf16"),

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.trials import looks
-from tests.trials.makers import looked_at
+from tests.trials.looks import looked_at
 from tests.trials.material import small, toy
 from tests.trials.place import Case, Place, Running, marked_processes, torchrun
 from tests.trials.verdicts import Dies, Ends, Expected, Outcome

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.trials import (
-    fault_cases,
-    journey_cases,
-    lost_cases,
-    machine_cases,
-    method_cases,
-    passing_cases,
-    resume_cases,
-    tool_cases,
-)
+from tests.trials import fault_cases, journey_cases, machine_cases, passing_cases
 from tests.trials.place import Case
 
-NAMES = ("passing", "resume", "lost", "faults", "journeys")
-ALONE = ("lost", "faults")  # these load the machine, or look at moments of a run
-MODULES = (
-    passing_cases,
-    resume_cases,
-    lost_cases,
-    fault_cases,
-    machine_cases,
-    journey_cases,
-    method_cases,
-    tool_cases,
-)
+NAMES = ("passing", "faults", "journeys")
+ALONE = ("faults",)  # these load the machine, or look at moments of a run
+MODULES = (passing_cases, fault_cases, machine_cases, journey_cases)
 
 
 def all_cases() -> list[Case]:

@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,22 +173,33 @@ def campaign(count: int, seed: int, folder: Path, only: str | None = None) -> li
     return kills
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def options_of(program: str, text: str | None, count: int) -> argparse.ArgumentParser:
+    """The command line of a campaign."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.trials.kills",
-        description=__doc__,
+        prog=f"python -m tests.trials.{program}",
+        description=text,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=MOMENTS)
-    parser.add_argument(
-        "--folder", type=Path, help="where it runs; kept (default: a temporary one)"
-    )
-    options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="kills.") as temporary:
+    where = "where it runs; kept (default: a temporary one)"
+    parser.add_argument("--folder", type=Path, help=where)
+    return parser
+
+
+@contextmanager
+def folder_of(options: argparse.Namespace) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="trials.") as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = options_of("kills", __doc__, 20)
+    parser.add_argument("--only", choices=MOMENTS)
+    options = parser.parse_args(argv)
+    with folder_of(options) as folder:
         kills = campaign(options.count, options.seed, folder, options.only)
     equal = [kill for kill in kills if not kill.found]
     moments = Counter(kill.moment for kill in kills)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.trials.verdicts import BUILT, Outcome
+
 # Keys of metrics that time or the machine decide.
 TIMED = ("time/", "throughput/", "memory/")
 
@@ -24,15 +26,13 @@ def timeless(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not key.startswith(TIMED)}
 
 
-def trained(run_dir: Path, steps: int, *, export: bool = True) -> list[str]:
+def trained(run_dir: Path, steps: int) -> list[str]:
     """The run took ``steps`` steps, wrote them all, and exported finite weights."""
     found = []
     seen = [row["step"] for row in metrics(run_dir) if row["step"] > 0]
     if seen != list(range(1, steps + 1)):
         found.append(f"metrics.jsonl holds steps {shown(seen)}, not 1 to {steps}")
-    if export:
-        found += finite_export(run_dir / "export")
-    return found
+    return found + finite_export(run_dir / "export")
 
 
 def not_trained(run_dir: Path, *, began: bool = False) -> list[str]:
@@ -114,12 +114,11 @@ def shown(values: Sequence[Any]) -> str:
     return text + (f", ... ({len(values)})" if len(values) > 6 else "")
 
 
-def trained_from(run_dir: Path, last: int) -> list[str]:
-    """A run that went on in a new folder wrote its last step and its export."""
-    rows = metrics(run_dir)
-    found = (
-        []
-        if rows and rows[-1]["step"] == last
-        else [f"metrics.jsonl does not end with step {last}"]
-    )
-    return found + finite_export(run_dir / "export")
+def looked_at(outcome: Outcome, run_dir: Path, steps: int = 1) -> Outcome:
+    """A run that ended well must have left what it promises; one that was refused, nothing."""
+    if outcome.code == 0:
+        return outcome.noting(trained(run_dir, steps))
+    if outcome.code is None:
+        return outcome
+    began = BUILT["policy"].search(outcome.text) is not None
+    return outcome.noting(not_trained(run_dir, began=began))

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.launch import REPO
 from tests.trials import looks
 from tests.trials.fault_cases import LONG, begun, fault, in_a_step, steps_done
-from tests.trials.makers import looked_at
+from tests.trials.looks import looked_at
 from tests.trials.material import toy
 from tests.trials.place import Case, Place, torchrun
 from tests.trials.verdicts import Dies, Ends, Outcome, Refused
@@ -117,6 +118,14 @@ def disk_full_start(place: Place) -> Outcome:
         return place.torchrun(toy(place.material, disk / "run"))
 
 
+def conversion(place: Place) -> Outcome:
+    with place.mounted(place.folder / "disk", 1) as disk:
+        filled(place, disk)
+        program = REPO / "tools" / "convert_checkpoint.py"
+        words = [program, "to-megatron", place.material.model("llama"), disk / "out"]
+        return place.command([sys.executable, *words])
+
+
 def disk_too_small(place: Place) -> Outcome:
     """Room for the first files, none for one checkpoint."""
     with place.mounted(place.folder / "disk", 1) as disk:
@@ -163,6 +172,7 @@ def cases() -> list[Case]:
     port = Dies(("address already in use|EADDRINUSE", "port"), fault=True)
     held = ("run_dir|/run", "pid|process|lives|running|held|another")
     full = Refused((space,), before="", within_s=120)
+    no_room = Refused((f"{space}|out",), before="", codes=(1, 2))
     at_start, too_small = (Refused((space, f"run_dir|/disk{more}")) for more in ("", "|checkpoint"))
     no_folder = Refused(("run_dir|/run",))
     unwritable = Refused(("run_dir|/run", "read.only|write|permission"))
@@ -183,6 +193,13 @@ def cases() -> list[Case]:
         fault("b14r", "then room is made", disk_full_again, resumed, needs=root, limit_s=200),
         fault("b14b", "the disk is full at the start", disk_full_start, at_start, needs=root),
         fault("b14c", "no room for one checkpoint", disk_too_small, too_small, needs=root),
+        fault(
+            "b14d",
+            "the disk is full: a conversion",
+            conversion,
+            no_room,
+            needs=root,
+        ),
         fault("b15", "run_dir is a file", run_dir_is_a_file, no_folder),
         fault("b15b", "run_dir cannot be written", read_only, unwritable, needs=root),
         fault("b16", "the run folder is moved away", folder_removed, run_away, Ends()),

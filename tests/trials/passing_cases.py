@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tests.refusals.inputs import Row, words_of
 from tests.refusals.tables import TABLES
-from tests.trials.makers import looked_at
+from tests.trials.looks import looked_at
 from tests.trials.place import Case, Place, torchrun
 from tests.trials.verdicts import Ends, Outcome
 

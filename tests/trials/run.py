@@ -1,8 +1,8 @@
 """Repeats the trials of users and faults as real runs, and judges each.
 
     python -m tests.trials.run                                  # everything
-    python -m tests.trials.run --group resume --group faults
-    python -m tests.trials.run --case res_more --case jrn_sync* --show
+    python -m tests.trials.run --group passing --group faults
+    python -m tests.trials.run --case b01 --case jrn_* --show
     python -m tests.trials.run --record tests/trials/RECORD.md
 
 Prints a line a case and a table by group. Exit code 1: any verdict is bad, or more than 5 % are
@@ -93,7 +93,7 @@ def chosen(names: Sequence[str], patterns: Sequence[str]) -> list[Case]:
 
 def run(cases: Sequence[Case], folder: Path, jobs: int = 1, *, show: bool = False) -> list[Row]:
     """A row for each case, in order; prints them as they come. Cases that load the machine or
-    measure its time (``faults``, ``lost``) do not share it with others."""
+    measure its time (``faults``) do not share it with others."""
     before = shared_segments()
     program = Program(folder, show=show, alone=jobs == 1)
     shared = [case for case in cases if case.group not in groups.ALONE]

@@ -7,18 +7,16 @@ alone.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.trials.kills import place_of
+from tests.trials.kills import folder_of, options_of, place_of
 from tests.trials.material import Material, edit_weights, toy, write_rows
 from tests.trials.place import torchrun
 from tests.trials.verdicts import Outcome, Refused, Verdict, judge
@@ -37,7 +35,6 @@ class Mistake:
     change: Callable[[Material], list[str]]
     says: tuple[str, ...]
     ranks: tuple[int, ...] = RANKS
-    one_rank_alone: bool = False
 
 
 def narrow(material: Material) -> Path:
@@ -90,7 +87,6 @@ MISTAKES = (
         lambda material: ["parallel=pp2", "rollout.tensor=1", f"model.path={narrow(material)}"],
         ("down_proj", "88|96"),
         (2, 4, 8),
-        one_rank_alone=True,
     ),
 )
 
@@ -157,28 +153,15 @@ def campaign(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.trials.starts",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--idle", action="store_true", help="without processes that load the machine"
-    )
-    parser.add_argument(
-        "--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks to draw from"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="where it runs; kept (default: a temporary one)"
-    )
+    parser = options_of("starts", __doc__, 100)
+    idle = "without processes that load the machine"
+    parser.add_argument("--idle", action="store_true", help=idle)
+    numbers = ",".join(map(str, RANKS))
+    parser.add_argument("--ranks", default=numbers, help="numbers of ranks to draw from")
     options = parser.parse_args(argv)
     busy = 0 if options.idle else os.cpu_count() or 1
     sizes = [int(size) for size in options.ranks.split(",")]
-    with tempfile.TemporaryDirectory(prefix="starts.") as temporary:
-        folder = options.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with folder_of(options) as folder:
         found = campaign(options.count, options.seed, folder, busy, sizes)
     good = sum(start.verdict.name == "good" for start in found)
     lost = sum(any("no message" in reason for reason in start.verdict.reasons) for start in found)

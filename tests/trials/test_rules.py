@@ -141,6 +141,6 @@ def test_the_record_holds_no_path_of_a_machine(tmp_path):
 
 def test_every_group_has_cases_and_each_is_chosen_by_name():
     cases = all_cases()
-    assert len(cases) >= 120
-    assert [case.name for case in chosen([], ["res_more"])] == ["res_more"]
-    assert {case.group for case in chosen(["resume"], [])} == {"resume"}
+    assert len(cases) >= 80
+    assert [case.name for case in chosen([], ["b03r"])] == ["b03r"]
+    assert {case.group for case in chosen(["faults"], [])} == {"faults"}

@@ -40,8 +40,6 @@ def fresh_registries() -> Iterator[None]:
     tables = [choices.ESTIMATORS, choices.SHAPERS, choices.TOKEN_SHAPERS, choices.POLICY_LOSSES]
     tables += [
         hooks.ROLLOUT_HOOKS,
-        hooks._hooks,
-        hooks._makers,
         families.FAMILIES,
         plugins._sources,
     ]

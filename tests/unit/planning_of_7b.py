@@ -1,10 +1,10 @@
-"""A model of 7 billion parameters and a plan for it, for the tests of the planning room."""
+"""A model of 7 billion parameters and a plan for it, for the tests of planning."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
@@ -42,6 +42,24 @@ LOAD = Workload(
 GPU = MemoryBudget("cuda", 80.0)
 ROLLOUT: dict[str, Any] = {"stop": (), "tensor": 2, "kv_cache_gib": 3.0}
 PRECISION: dict[str, Any] = {"params": "bfloat16", "grad_reduce_in_float32": True}
+
+
+def of_experts(count: int, *, layers: int, tied: bool = False) -> Architecture:
+    """A small model with experts."""
+    sizes = Qwen3MoeConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=layers,
+        vocab_size=128,
+        num_experts=count,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        tie_word_embeddings=tied,
+    )
+    return architecture_from(sizes, "Qwen3MoeForCausalLM")
 
 
 def parallel(**layout: Any) -> ParallelConfig:

@@ -1,8 +1,11 @@
-"""Every place that asks whether there is a CUDA device is run here with the answer yes; what it
-calls of the device is played."""
+"""Every place that asks whether there is a CUDA device is run by a test with the answer yes; what
+it calls of the device is played."""
 
 from __future__ import annotations
 
+import ast
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,28 +15,59 @@ import torch.distributed as dist
 
 from megatron_rl.config.load import compose
 from megatron_rl.config.rules.hardware import Machine
-from tests.unit import cuda_checks_engine  # noqa: F401
-from tests.unit.cuda_checks import CHECKS, Patch, asked_at
-from tests.unit.cuda_sites import askers, sites
+from megatron_rl.config.schema import RolloutConfig
 
 GIB = 2**30
+PACKAGE = Path(__file__).resolve().parent.parent.parent / "megatron_rl"
+HERE = "test_cuda_answers.py"
+# Place -> the file below tests/unit that runs it with the answer yes.
+ANSWERED = {
+    "engine.arguments:_of_the_device": "engine/test_engine_calls.py",
+    "engine.engine:VllmEngine.__init__": "engine/test_engine_calls.py",
+    "engine.engine:VllmEngine._build": "engine/test_engine_calls.py",
+    "engine.requirements:check_start": "engine/test_requirements.py",
+    "engine.serving.server:start_server": HERE,
+    "engine.side_effects:prepare_import": HERE,
+    "engine.streams:EngineStream.__init__": "engine/test_streams.py",
+    "engine.weights.staging:StagedWeights._parameter": HERE,
+    "planning.at_start:smallest_budget": HERE,
+    "policy.hardware:this_machine": HERE,
+    "policy.model:build_chunks": HERE,
+    "policy.model:expert_fields": HERE,
+    "policy.model:one_length": HERE,
+    "policy.model:transformer_config": HERE,
+    "policy.patches:": HERE,
+    "policy.patches:_without_cuda": HERE,
+    "run.saved_settings:engine_of_machine": HERE,
+    "runtime.device:device": HERE,
+    "runtime.device:platform": HERE,
+    "runtime.joint_group:join_group": HERE,
+    "runtime.launch:start": HERE,
+    "runtime.memory:memory_in_use": "runtime/test_memory.py",
+}
 
 
-@pytest.fixture
-def cuda(monkeypatch: Patch) -> Patch:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    return monkeypatch
+def askers(node: ast.AST, inside: tuple[str, ...] = ()) -> set[str]:
+    """Qualified names of the functions that ask; "" stands for the top of the module."""
+    found = set()
+    for child in ast.iter_child_nodes(node):
+        is_named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        found |= askers(child, (*inside, child.name) if is_named else inside)
+        asks = isinstance(child, ast.Attribute | ast.Name)
+        if asks and ast.unparse(child) in ("torch.cuda.is_available", "_without_cuda"):
+            found.add(".".join(inside))
+    return found
 
 
-@pytest.mark.parametrize("site", sites())
-def test_the_answer_yes(site: str, cuda: Patch, tmp_path: Any) -> None:
-    assert site in CHECKS, f"{site} asks for a CUDA device: add a check of what it does with one"
-    CHECKS[site](cuda, tmp_path)
-
-
-def test_no_check_is_left_behind() -> None:
-    assert not set(CHECKS) - set(sites())
+def test_every_place_that_asks_is_answered() -> None:
+    places = set()
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        places |= {f"{module}:{name}" for name in askers(tree)}
+    assert places == set(ANSWERED), "name the test that runs it with the answer yes"
+    missing = [name for name in ANSWERED.values() if not (Path(__file__).parent / name).is_file()]
+    assert not missing
 
 
 def test_the_search_finds_what_it_looks_for() -> None:
@@ -41,67 +75,56 @@ def test_the_search_finds_what_it_looks_for() -> None:
         "x = [_without_cuda]\nclass A:\n  def f(self):\n    return torch.cuda.is_available()\n"
         "def g():\n  def h(): ask(torch.cuda.is_available)\n  return torch.cuda.current_device()\n"
     )
-    assert askers(source) == {"", "A.f", "g.h"}
-    assert not askers("def f(): return torch.backends.cuda.is_built()")
+    assert askers(ast.parse(source)) == {"", "A.f", "g.h"}
+    assert not askers(ast.parse("def f(): return torch.backends.cuda.is_built()"))
 
 
-@asked_at("runtime.device:platform")
-def nothing_is_replaced(_: Patch, __: Any) -> None:
-    from megatron_rl.runtime.device import STAND_INS, platform
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    return monkeypatch
+
+
+def test_nothing_of_the_platform_is_replaced(cuda: pytest.MonkeyPatch) -> None:
+    from megatron_rl.runtime.device import STAND_INS, device, platform
 
     before = {name: getattr(torch.cuda, name) for name in STAND_INS}
     with platform():
         assert {name: getattr(torch.cuda, name) for name in STAND_INS} == before
         assert torch.zeros(1).type() == "torch.FloatTensor", "a function mode is in force"
+    assert device() == torch.device("cuda", 3), "of this rank"
 
 
-@asked_at("runtime.device:device")
-def the_device_is_this_rank_s(_: Patch, __: Any) -> None:
-    from megatron_rl.runtime.device import device
-
-    assert device() == torch.device("cuda", 3)
-
-
-@asked_at("runtime.launch:start")
-def nccl_beside_gloo(patch: Patch, _: Any) -> None:
+def test_objects_travel_over_gloo_and_tensors_over_nccl(cuda: pytest.MonkeyPatch) -> None:
     from megatron_rl.runtime import launch
     from megatron_rl.runtime.guard import failure
 
     seen: dict[str, Any] = {}
     control = object()
-    given = dict(
-        RANK=1,
-        WORLD_SIZE=2,
-        LOCAL_RANK=1,
-        LOCAL_WORLD_SIZE=2,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=1,
-    )
-    for name, value in given.items():
-        patch.setenv(name, str(value))
+    given = dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, MASTER_PORT=1)
+    for name, value in {**given, "MASTER_ADDR": "127.0.0.1"}.items():
+        cuda.setenv(name, str(value))
 
     def gather(cards: list[Any], card: Any, group: Any) -> None:
         seen["group"] = group
         cards[:] = [card, card]
 
-    patch.setattr(launch, "prepare", lambda: None)
-    patch.setattr(launch, "join", lambda backend, timeout_s: seen.update(backend=backend))
-    patch.setattr(launch, "CollectiveWatchdog", lambda rank, size: None)
-    patch.setattr(failure, "joined", lambda rank, peers: None)
-    patch.setattr(torch.cuda, "set_device", lambda index: seen.update(device=index))
-    patch.setattr(
-        dist, "new_group", lambda backend, timeout: control if backend == "gloo" else None
-    )
-    patch.setattr(dist, "get_rank", lambda: 1)
-    patch.setattr(dist, "get_world_size", lambda group=None: 2)
-    patch.setattr(dist, "all_gather_object", gather)
+    cuda.setattr(launch, "prepare", lambda: None)
+    cuda.setattr(launch, "join", lambda backend, timeout_s: seen.update(backend=backend))
+    cuda.setattr(launch, "Heartbeat", lambda rank, peers: None)
+    cuda.setattr(failure, "joined", lambda rank, peers: None)
+    cuda.setattr(torch.cuda, "set_device", lambda index: seen.update(device=index))
+    cuda.setattr(dist, "new_group", lambda backend, timeout: control if backend == "gloo" else None)
+    cuda.setattr(dist, "get_rank", lambda: 1)
+    cuda.setattr(dist, "get_world_size", lambda group=None: 2)
+    cuda.setattr(dist, "all_gather_object", gather)
     world = launch.start()
     assert seen == {"device": 1, "backend": "cpu:gloo,cuda:nccl", "group": control}
-    assert world.control_group is control, "objects travel over gloo"
+    assert world.control_group is control
 
 
-@asked_at("runtime.joint_group:join_group")
-def a_joint_group_has_nccl_too(patch: Patch, _: Any) -> None:
+def test_a_joint_group_has_nccl_too(cuda: pytest.MonkeyPatch) -> None:
     from megatron_rl.runtime.joint_group import join_group, leave_group
 
     made: list[tuple[Any, ...]] = []
@@ -116,8 +139,8 @@ def a_joint_group_has_nccl_too(patch: Patch, _: Any) -> None:
             made.append(arguments)
             return dist.ProcessGroupGloo(dist.PrefixStore("played/", store), 0, 1)
 
-    patch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    patch.setattr(dist, "get_rank", lambda: 0)
+    cuda.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    cuda.setattr(dist, "get_rank", lambda: 0)
     group = join_group(store, 0, 1, 7.0)
     ((_, rank, size, options),) = made
     # Half of the limit of a command, see ``peer_timeout_s``.
@@ -127,53 +150,37 @@ def a_joint_group_has_nccl_too(patch: Patch, _: Any) -> None:
     leave_group(group)
 
 
-@asked_at("runtime.memory:memory_in_use")
-def the_device_s_memory_is_measured(patch: Patch, _: Any) -> None:
-    from megatron_rl.runtime.memory import memory_in_use
-
-    patch.setattr(torch.cuda, "memory_allocated", lambda: 2 * GIB)
-    patch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GIB)
-    patch.setattr(torch.cuda, "mem_get_info", lambda: (69 * GIB, 80 * GIB))
-    found = memory_in_use(lambda: 5 * GIB)
-    assert found.pop("host") > 0
-    assert found == {"allocated": 2.0, "reserved": 3.0, "engine": 5.0, "used": 11.0}
-
-
-@asked_at("run.saved_settings:engine_of_machine")
-def samples_come_from_the_engine_of_a_gpu(_: Patch, folder: Any) -> None:
+def test_samples_come_from_the_engine_of_a_gpu(cuda: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from megatron_rl.evaluation.sample import _values_of_model
 
-    assert _values_of_model(folder)["rollout"] == compose("rollout/vllm")
+    assert _values_of_model(tmp_path)["rollout"] == compose("rollout/vllm")
     assert compose("rollout/vllm") != compose("rollout/vllm_cpu")
 
 
-@asked_at("planning.at_start:smallest_budget")
-def the_smallest_device_and_host_count(patch: Patch, _: Any) -> None:
+def test_the_smallest_device_and_host_count(cuda: pytest.MonkeyPatch) -> None:
     from megatron_rl.planning import at_start
     from megatron_rl.planning.phases import MemoryBudget
 
-    patch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB)
-    )
-    patch.setattr(at_start, "available_gib", lambda: 512.0)
-    world = SimpleNamespace(local_size=8, all_gather=lambda mine: [mine, (79.0, 100.0)])
+    card = SimpleNamespace(total_memory=80 * GIB)
+    cuda.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    cuda.setattr(at_start, "available_gib", lambda: 512.0)
+    world: Any = SimpleNamespace(local_size=8, all_gather=lambda mine: [mine, (79.0, 100.0)])
     assert at_start.smallest_budget(world) == MemoryBudget("cuda", 79.0, 64.0)
 
 
-@asked_at("policy.patches:_without_cuda")
-@asked_at("policy.patches:")
-def no_remedy_for_a_cpu_is_installed(patch: Patch, _: Any) -> None:
+def test_no_remedy_for_a_cpu_is_installed(cuda: pytest.MonkeyPatch) -> None:
+    """That the tracker without states changes no number: tests/numerics/test_fast_paths.py."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     from megatron_rl.policy import patches
 
     assert not patches._without_cuda()
-    needed = [patch_.name for patch_ in patches.PATCHES if patch_.needed()]
-    assert set(needed) <= {"te_general_gemm"}, needed
-    # A new process, where nobody has made a tracker yet.
-    patch.setattr(patches, "PATCHES", ())
-    patch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
-    patch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+    needed = {patch.name for patch in patches.PATCHES if patch.needed()}
+    assert needed <= {"te_general_gemm"}
+    # A new process, where no tracker has been made yet.
+    cuda.setattr(patches, "PATCHES", ())
+    cuda.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
+    cuda.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
     patches.apply()
     tracker = megatron_random.get_cuda_rng_tracker()
     with tracker.fork(), tracker.fork(megatron_random.get_expert_parallel_rng_tracker_name()):
@@ -181,12 +188,11 @@ def no_remedy_for_a_cpu_is_installed(patch: Patch, _: Any) -> None:
     assert not tracker.is_initialized(), "layers of Transformer Engine would take it"
 
 
-@asked_at("policy.hardware:this_machine")
-def the_facts_of_a_gpu(patch: Patch, _: Any) -> None:
+def test_the_facts_of_a_gpu(cuda: pytest.MonkeyPatch) -> None:
     from megatron_rl.policy import hardware
 
-    patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    patch.setattr(hardware, "transformer_engine_version", lambda: "2.11.0")
+    cuda.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    cuda.setattr(hardware, "transformer_engine_version", lambda: "2.11.0")
     hardware.this_machine.cache_clear()
     try:
         assert hardware.this_machine() == Machine((9, 0), "2.11.0", "transformer_engine")
@@ -194,62 +200,79 @@ def the_facts_of_a_gpu(patch: Patch, _: Any) -> None:
         hardware.this_machine.cache_clear()
 
 
-@asked_at("policy.model:transformer_config")
-def weights_are_made_on_the_device(patch: Patch, _: Any) -> None:
+def test_a_model_is_made_on_the_device(cuda: pytest.MonkeyPatch) -> None:
+    """Its weights; experts keep their dispatcher; micro-batches of a pipeline have one length."""
     from megatron_rl.policy import model
     from tests.numerics.policy_cases import parallel
-    from tests.unit.small_models import DENSE, precision
+    from tests.unit.small_models import DENSE, EXPERTS, precision
 
-    patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
-    assert not model.transformer_config(DENSE, parallel(), precision()).use_cpu_initialization
-
-
-@asked_at("policy.model:expert_fields")
-def cut_experts_keep_their_dispatcher(patch: Patch, _: Any) -> None:
-    from megatron_rl.policy import model
-    from tests.numerics.policy_cases import parallel
-    from tests.unit.small_models import EXPERTS, precision
-
-    patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
+    assert model.one_length()
+    cuda.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
+    config = model.transformer_config(DENSE, parallel(pipeline=2), precision())
+    assert not config.use_cpu_initialization and not config.variable_seq_lengths
     cut = parallel(tensor=2, sequence=True, expert_tensor=2, pipeline=2)
     config = model.transformer_config(EXPERTS, cut, precision())
     assert config.moe_token_dispatcher_type == "alltoall"
 
 
-@asked_at("policy.model:one_length")
-def micro_batches_of_a_pipeline_have_one_length(patch: Patch, _: Any) -> None:
-    from megatron_rl.policy import model
-    from tests.numerics.policy_cases import parallel
-    from tests.unit.small_models import DENSE, precision
-
-    assert model.one_length()
-    patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
-    assert not model.transformer_config(
-        DENSE, parallel(pipeline=2), precision()
-    ).variable_seq_lengths
-
-
-@asked_at("policy.model:build_chunks")
-def chunks_go_to_the_device(patch: Patch, _: Any) -> None:
+def test_chunks_go_to_the_device(cuda: pytest.MonkeyPatch) -> None:
     from megatron_rl.policy import model
     from tests.unit.small_models import DENSE
 
     moved: list[int] = []
-
-    class Played:
-        def __init__(self, **_: Any) -> None: ...
-
-        def cuda(self, index: int) -> Played:
-            moved.append(index)
-            return self
-
-    patch.setattr(model, "HiddenStates", Played)
-    patch.setattr(model, "layer_spec", lambda *_: None)
+    chunk = SimpleNamespace(cuda=lambda index: moved.append(index) or chunk)
+    cuda.setattr(model, "HiddenStates", lambda **_: chunk)
+    cuda.setattr(model, "layer_spec", lambda *_: None)
     for end in ("first", "last"):
-        patch.setattr(model.parallel_state, f"is_pipeline_{end}_stage", lambda **_: True)
-    config = SimpleNamespace(
-        virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1, bf16=False
-    )
-    settings = SimpleNamespace(make_vocab_divisible_by=8)
-    chunks = model.build_chunks(config, DENSE, None, settings, 64)
-    assert len(chunks) == 2 and moved == [3, 3]
+        cuda.setattr(model.parallel_state, f"is_pipeline_{end}_stage", lambda **_: True)
+    sizes = dict(virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1)
+    config: Any = SimpleNamespace(**sizes, bf16=False)
+    settings: Any = SimpleNamespace(make_vocab_divisible_by=8)
+    assert len(model.build_chunks(config, DENSE, None, settings, 64)) == 2 and moved == [3, 3]
+
+
+def test_vllm_may_compile(cuda: pytest.MonkeyPatch) -> None:
+    from megatron_rl.engine.side_effects import prepare_import
+
+    names = "TORCHDYNAMO_DISABLE VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL"
+    for name in [*names.split(), "VLLM_NO_USAGE_STATS"]:
+        cuda.setenv(name, "")  # noted, so that it is put back
+        cuda.delenv(name)
+    prepare_import()
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_an_engine_has_a_share_of_the_gpu(cuda: pytest.MonkeyPatch) -> None:
+    from megatron_rl.engine.arguments import engine_arguments
+
+    values = {**compose("rollout/vllm"), "stop": (), "gpu_memory_utilization": 0.4}
+    found = engine_arguments("m", RolloutConfig(**values), 1)
+    assert found["gpu_memory_utilization"] == 0.4
+    assert not {"enable_chunked_prefill", "max_num_batched_tokens"} & set(found)
+
+
+def test_staged_weights_are_in_pinned_memory(cuda: pytest.MonkeyPatch) -> None:
+    from megatron_rl.engine.weights.staging import StagedWeights
+
+    make, asked = torch.zeros_like, []
+
+    def zeros_like(form: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
+        asked.append((device, pin_memory))
+        return make(form, device=device)
+
+    cuda.setattr(torch, "zeros_like", zeros_like)
+    parameters: Any = SimpleNamespace(forms={"a": torch.empty(2, device="meta")})
+    staged = StagedWeights(parameters)
+    staged.take(lambda parameter, written: parameter("a").fill_(3.0), 1)
+    assert asked == [("cpu", True)] and staged.version == 1
+
+
+def test_a_server_is_not_told_about_cpus(cuda: pytest.MonkeyPatch) -> None:
+    from megatron_rl.engine.serving import server
+
+    seen: dict[str, str] = {}
+    cuda.setattr(server.subprocess, "Popen", lambda *_, env, **__: seen.update(env))
+    server.start_server(["vllm"], {"HOME": "x"}, "secret")
+    assert seen["VLLM_API_KEY"] == "secret" and seen["HOME"] == "x"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in seen and "TORCHDYNAMO_DISABLE" not in seen

@@ -67,7 +67,7 @@ def test_the_signal_remembers_the_mean_reward(tmp_path):
         found.append(credit.advantages.tolist())
     assert found[0] == [1, 0] and found[1] == pytest.approx([0.9, 0.9])
     again = signals_of(method)
-    again.restore({signal.name: signal.state()})
+    again.restore({"MovingBaseline": signal.state()})
     assert again.members[0].after_rollout(None)["baseline"].item() == pytest.approx(0.28)
 
 

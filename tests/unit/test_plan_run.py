@@ -135,7 +135,7 @@ def test_servers_are_on_nodes_of_their_own(capsys, monkeypatch) -> None:
     assert found["servers"] == "16 GPUs more: 2 x 8 of 80 GiB\n"
     assert found["engines"] == "8 of tensor 2 x pipeline 1\n"
     # Weights enter each of the two nodes once.
-    assert found["sync"].startswith(f"servers: {2 * WEIGHTS_GB:.1f} GB across nodes (1.00 of the l")
+    assert found["sync"].startswith(f"servers: {2 * WEIGHTS_GB:.1f} GB across nodes (the least ")
     servers = found["memory"].splitlines()[-1]
     # 60 % of the GPU is the engine's, and 5 GiB are counted beside it.
     assert servers == "servers: 53.0 GiB of 80"

@@ -46,12 +46,14 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
             "{}/broken.py:f",
             r"broken.py: cannot be imported \(ZeroDivisionError: division by zero\)",
         ),
-        ("{}/good.py:g", r"good.py has no 'g'; correct the name behind the colon"),
+        ("{}/leaves.py:f", r"leaves.py: cannot be imported \(SystemExit: 0\), line 2 of leaves"),
+        ("{}/good.py:g", r"good.py has no 'g'; correct the name after the colon"),
         ("{}/good.py:NUMBER", "is no function"),
     ],
 )
 def test_what_cannot_be_used_says_why(tmp_path, spec, message):
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "good.py").write_text("NUMBER = 3\ndef f(): return 1\n")
     with pytest.raises(ValueError, match=message):
         plugins.import_function(spec.format(tmp_path), "k")

@@ -38,3 +38,9 @@ def test_a_plug_in_is_known(tmp_path):
     assert "mine" in refused(*words)
     said = refused("--plugin", str(tmp_path / "own.py"), *words)
     assert "trainer.num_steps" in said and "mine" not in said
+
+
+def test_a_run_without_servers_and_an_address_out_of_range_are_refused():
+    assert "servers need source=servers" in refused("model.path=m")
+    for word in ("--port=99999", "--lease-s=-1"):
+        assert "a port is 0" in refused(word, "source=servers")

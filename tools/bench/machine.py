@@ -12,13 +12,9 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 LISTEN_S = 2.0  # before the start, when nothing of the benchmark runs
 # Share of all cores that other programs may keep busy.
@@ -94,18 +90,10 @@ class Watch:
         self.before = _others(start, self.start, 0.0)
         self.own = own_seconds()
 
-    def own_since(self) -> float:
-        """Processor seconds of this process and its ended children since the start."""
-        return own_seconds() - self.own
-
-    def load(self, own: float | None = None) -> Load:
-        """What the machine did. ``own``: processor seconds of the whole benchmark, where it is more
-        than this process and its children (the ranks of a launch: the sum of their
-        ``own_since``)."""
-        spent = self.own_since() if own is None else own
-        return Load(
-            os.cpu_count() or 1, self.average, self.before, _others(self.start, self._now(), spent)
-        )
+    def load(self) -> Load:
+        """What the machine did, but for this process and its children."""
+        meanwhile = _others(self.start, self._now(), own_seconds() - self.own)
+        return Load(os.cpu_count() or 1, self.average, self.before, meanwhile)
 
     @staticmethod
     def _now() -> tuple[float, float] | None:
@@ -123,19 +111,6 @@ def _others(
         return None
     wall = end[0] - start[0]
     return max(0.0, end[1] - start[1] - own) / wall if wall > 0 else 0.0
-
-
-def resident_bytes(name: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (at the most) of this process."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"the system does not tell {name}")
-
-
-def restart_peak() -> None:
-    """``VmHWM`` starts anew."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def description() -> str:
@@ -171,16 +146,3 @@ def spread(values: Sequence[float]) -> Spread:
         return Spread(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(median, low, high)
-
-
-def in_turns(variants: Mapping[Key, Callable[[], Value]], rounds: int) -> dict[Key, list[Value]]:
-    """What every variant returned, ``rounds`` times. They take turns, every second round backwards,
-    so that a change of the machine meets all of them."""
-    results: dict[Key, list[Value]] = {name: [] for name in variants}
-    for number in range(rounds):
-        names = list(variants)
-        if number % 2:
-            names.reverse()
-        for name in names:
-            results[name].append(variants[name]())
-    return results

@@ -25,6 +25,7 @@ TESTS = {
     "filters": "test_filters",
     "tails": "test_shaping",
     "credit": "test_credit",
+    "method": "test_method_config",
     "kl": "test_kl",
     "token_advantages": "test_token_advantages",
     "whole_responses": "test_token_advantages",

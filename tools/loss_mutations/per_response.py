@@ -77,10 +77,16 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return visits + 1,", "return visits,"),
     ],
     ("filters", "groups"): [
-        ("(right > 0) & (right < groups.count)", "(right > 0)"),
-        ("(right > 0) & (right < groups.count)", "(right < groups.count)"),
         ("groups.sum(correct) < groups.count)", "groups.sum(correct) == groups.count)"),
         ("groups.sum(correct) < groups.count)", "groups.sum(correct) > 0)"),
+        ("groups.sum(correct) < groups.count)", "groups.sum(correct) <= groups.count)"),
+    ],
+    ("method", "wants_group"): [
+        ("0 < sum(correct) < len(correct)", "0 < sum(correct)"),
+        ("0 < sum(correct) < len(correct)", "sum(correct) < len(correct)"),
+        ("0 < sum(correct) < len(correct)", "0 <= sum(correct) < len(correct)"),
+        ("len(correct) >= self.config.min_group", "len(correct) > 0"),
+        ("filters.dynamic_sampling is None", "filters.dynamic_sampling is not None"),
     ],
     ("filters", "overlong_penalty"): [
         ("start = limit - buffer_tokens", "start = limit"),

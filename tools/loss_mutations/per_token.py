@@ -265,10 +265,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "per_response = positive * per_response",
             "per_response = positive * torch.ones_like(per_response)",
         ),
-        (
-            "where_correct(terms.correct, positive",
-            "where_correct(~terms.correct, positive",
-        ),
+        ("where_correct(terms.correct, positive", "where_correct(~terms.correct, positive"),
         ("if config.kl.aggregate not in (None, config.aggregate):", "if False:"),
     ],
     ("token_loss", "token shaping"): [

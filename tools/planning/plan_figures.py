@@ -84,6 +84,19 @@ def peak_staging_bytes(schedule: Schedule) -> Mapping[int, int]:
     return peaks
 
 
+def streams(flows: Flows) -> Mapping[Stream, int]:
+    """Bytes between each two ranks that exchange any."""
+    flow, sender, receiver, _, _ = flows.edges
+    keys = np.stack([sender, receiver, flows.dtype[flow]])
+    pairs, inverse = np.unique(keys, axis=1, return_inverse=True)
+    sizes = np.zeros(pairs.shape[1], dtype=np.int64)
+    np.add.at(sizes, inverse, flows.size[flow])
+    return {
+        Stream(int(source), int(target), flows.dtypes[dtype]): int(size)
+        for source, target, dtype, size in zip(*pairs, sizes, strict=True)
+    }
+
+
 def num_peers(flows: Flows) -> np.ndarray:
     """Rank -> with how many others it exchanges messages."""
     _, sender, receiver, _, _ = flows.edges

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.plan import Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.roles import Side
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
@@ -30,12 +30,11 @@ class Ranks:
 
 @dataclass(frozen=True)
 class SyncForecast:
-    """One weight sync. ``way``: reshard, gather or servers; ``across_gb``: across nodes, of which
-    ``node_ratio`` times the least; ``peers``: most of a rank."""
+    """One weight sync. ``way``: reshard, gather or servers; ``across_gb``: across nodes, the
+    least possible; ``peers``: most of a rank."""
 
     way: str
     across_gb: float
-    node_ratio: float
     peers: int
     seconds: float
     least_seconds: float
@@ -50,7 +49,7 @@ def forecast(config: Config, arch: Architecture, ranks: Ranks, links: Links) -> 
     settings = PlanSettings(
         bucket_bytes=config.weight_sync.bucket_mib << 20,
         rounds_in_flight=config.weight_sync.rounds_in_flight,
-        machines=Machines(ranks.gpus_per_node),
+        gpus_per_node=ranks.gpus_per_node,
         cast=True,
     )
     train = TrainingLayout(
@@ -90,7 +89,6 @@ def _forecast(way: str, plan: Plan, seconds: float, links: Links) -> SyncForecas
     return SyncForecast(
         way,
         plan.bytes_by_link["across_nodes"] / 1e9,
-        plan.node_ratio,
         int(num_peers(plan.flows).max(initial=0)),
         seconds,
         least_seconds(plan, links),

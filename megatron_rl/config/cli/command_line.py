@@ -9,16 +9,15 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import yaml
 
-from megatron_rl.config.cli import completion
 from megatron_rl.config.cli.overrides import SWEEP
-from megatron_rl.config.load import check_given, compose, conf_dir
+from megatron_rl.config.load import check_given, compose, conf_dir, known_keys
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import add_plugin_option, load_plugins
 
@@ -26,6 +25,21 @@ _DESCRIPTION = (
     "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
 )
 GROUPS = "groups"  # the value of --info for all of them
+# bash breaks words at "=": only what follows it is replaced. A line that does not name
+# megatron_rl keeps bash's own completion, since python and torchrun run other programs too.
+_COMPLETION = """\
+_megatron_rl_words='WORDS'
+_megatron_rl() {
+    local line=${COMP_LINE:0:COMP_POINT}
+    local word=${line##*[[:space:]]}
+    COMPREPLY=()
+    [[ $line == *megatron_rl* || $line == *quickstart_cpu/run.sh* ]] || return 0
+    COMPREPLY=($(compgen -W "$_megatron_rl_words" -- "$word"))
+    if [[ $word == *=* ]]; then COMPREPLY=("${COMPREPLY[@]#"${word%=*}="}"); fi
+    if [[ ${COMPREPLY[0]} == *= ]]; then compopt -o nospace; fi
+}
+complete -o bashdefault -o default -F _megatron_rl python python3 torchrun bash
+"""
 ROOT = "config"
 TRAIN = "python -m megatron_rl.train"
 _MULTIRUNS = "runs/multirun"
@@ -33,7 +47,7 @@ _MULTIRUNS = "runs/multirun"
 
 @dataclass(frozen=True)
 class Root:
-    """The origin of a configuration: a file beside config.yaml, and a second folder of
+    """The origin of a configuration: a file next to config.yaml, and a second folder of
     groups, searched after the package's own."""
 
     config_name: str = ROOT
@@ -43,7 +57,7 @@ class Root:
 def add_root(parser: argparse.ArgumentParser, more: str = "") -> None:
     """The options for a ``Root``; ``more`` is added to what they say of themselves."""
     more = f"; {more}" if more else ""
-    name = f"the root of the configuration, a file beside config.yaml or in --config-dir{more}"
+    name = f"the root of the configuration, a file next to config.yaml or in --config-dir{more}"
     parser.add_argument("-cn", "--config-name", default=ROOT, metavar="NAME", help=name)
     folder = f"a second folder of groups, searched after the package's own{more}"
     parser.add_argument("-cd", "--config-dir", type=Path, metavar="DIR", help=folder)
@@ -54,7 +68,7 @@ def root_of(options: argparse.Namespace) -> Root:
     name = options.config_name.removesuffix(".yaml")
     if "/" in name:
         raise ValueError(
-            f"--config-name {name}: name a file beside config.yaml; what a group "
+            f"--config-name {name}: name a file next to config.yaml; what a group "
             "holds is chosen by GROUP=OPTION, e.g. experiment=quickstart_cpu"
         )
     return Root(name, options.config_dir)
@@ -88,7 +102,7 @@ def arguments(argv: Sequence[str] | None, local_size: int | None = None) -> argp
         ValueError: an option that there is not, or one that means something else here.
     """
     options = _parser().parse_intermixed_args(argv)  # options may stand between overrides
-    # ``--info method=dapo`` is the option without a value, and an override behind it.
+    # ``--info method=dapo`` is the option without a value, and an override after it.
     if options.info is not None and "=" in options.info:
         options.overrides.insert(0, options.info)
         options.info = GROUPS
@@ -96,13 +110,6 @@ def arguments(argv: Sequence[str] | None, local_size: int | None = None) -> argp
         _check_multirun(options, local_size)
     elif options.out or options.nproc:
         raise ValueError("--out and --nproc belong to --multirun; a run has run_dir=DIR")
-    if options.config_path is not None:
-        raise ValueError(
-            f"--config-path {options.config_path}: the package's own groups are always searched; "
-            "add a folder of yours by --config-dir"
-        )
-    if options.cfg == "hydra":
-        raise ValueError("--cfg hydra: Hydra's own settings are not used; give --cfg job")
     options.config_name = root_of(options).config_name
     return options
 
@@ -120,52 +127,44 @@ def _parser() -> Parser:
     example = "Hydra overrides, e.g. experiment=quickstart_cpu method=dapo seed=2"
     add("overrides", nargs="*", metavar="key=value", help=example)
     whole = "print the composed configuration and leave"
-    add("-c", "--cfg", choices=["job", "all", "hydra"], metavar="job", help=whole)
+    add("-c", "--cfg", choices=["job"], help=whole)
     add("--resolve", action="store_true", help="with --cfg: ${name} by its value, as always here")
     info = "print the groups and their options, or one group with a line on each option, and leave"
     add("-i", "--info", nargs="?", const=GROUPS, metavar="GROUP", help=info)
     add_root(parser)
     add_plugin_option(parser)
     shell = 'print a script that completes overrides: eval "$(... --completion bash)"'
-    add("-sc", "--completion", "--shell-completion", metavar="bash", help=shell)
+    add("-sc", "--completion", "--shell-completion", choices=["bash"], help=shell)
     many = f"every combination of key=a,b as a run of --nproc processes: starts {SWEEP}"
     add("-m", "--multirun", action="store_true", help=many)
     add("--nproc", type=int, metavar="N", help="of --multirun: processes of one run")
     folder = f"of --multirun: folder of the runs; default {_MULTIRUNS}/DATE_TIME"
     add("--out", type=Path, metavar="DIR", help=folder)
-    add("-r", "--run", action="store_true", help=argparse.SUPPRESS)  # Hydra's word for one run
-    add("-cp", "--config-path", help=argparse.SUPPRESS)
     return parser
 
 
 def _all_groups() -> dict[str, list[str]]:
     """The options of every group of the package, by name."""
-    groups = {}
-    for folder in sorted(conf_dir().iterdir()):
-        if folder.is_dir():
-            groups[folder.name] = sorted(file.stem for file in folder.glob("*.yaml"))
-    return groups
+    folders = [folder for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
+    return {each.name: sorted(file.stem for file in each.glob("*.yaml")) for each in folders}
 
 
 def _check_multirun(options: argparse.Namespace, local_size: int | None) -> None:
     """Raises ValueError where no sweep can be started: every rank of a torchrun would start one."""
-    words = shlex.join(["--multirun", *handed_on(options.plugin, root_of(options))])
     if local_size is not None:
-        raise ValueError(
-            "--multirun: a sweep starts one torchrun for each run, so it is started without; type "
-            f"{TRAIN} --nproc {local_size} {words} {shlex.join(options.overrides)}"
-        )
-    if options.nproc is None:
-        raise ValueError(
-            f"--multirun: say by --nproc how many processes one run has; type {TRAIN} --nproc N "
-            f"{words} {shlex.join(options.overrides)}"
-        )
+        why = "a sweep starts one torchrun for each run, so it is started without"
+    elif options.nproc is None:
+        why = "say by --nproc how many processes one run has"
+    else:
+        return
+    words = ["--multirun", *handed_on(options.plugin, root_of(options)), *options.overrides]
+    command = f"{TRAIN} --nproc {local_size or 'N'} {shlex.join(words)}"
+    raise ValueError(f"--multirun: {why}; type {command}")
 
 
 def words_of_sweep(options: argparse.Namespace) -> list[str]:
     """The command line of megatron_rl.sweep that is meant by --multirun."""
-    started = time.strftime("%Y-%m-%d_%H-%M-%S")
-    out = options.out or Path(_MULTIRUNS, started)
+    out = options.out or Path(_MULTIRUNS, time.strftime("%Y-%m-%d_%H-%M-%S"))
     own = ["--out", str(out), "--nproc", str(options.nproc)]
     return [*own, *handed_on(options.plugin, root_of(options)), *options.overrides]
 
@@ -175,54 +174,45 @@ def answer(options: argparse.Namespace, rank: int = 0) -> int | None:
 
     Under torchrun the first rank answers for all.
     """
-    if options.completion is not None:
-        reply = _complete
-    elif options.info is not None:
-        reply = _inform
-    elif options.cfg is not None:
-        reply = show
-    else:
+    if not (options.completion or options.info or options.cfg):
         return None
-    return reply(options) if rank == 0 else 0
+    if rank > 0:
+        return 0
+    if options.cfg:
+        return show(options)
+    print(_completion() if options.completion else _info(options.info), end="", flush=True)
+    return 0
 
 
-def _complete(options: argparse.Namespace) -> int:
-    shell = options.completion.removeprefix("install=")  # as Hydra's own option is written
-    if shell != "bash":
-        raise ValueError(f"--completion {shell}: there is a script for bash only")
+def _completion() -> str:
+    """A script for ``eval``: group=option, key= and the options of the command line."""
+    choices = [f"{group}={name}" for group, names in _all_groups().items() for name in names]
+    # A key may come several times, from each section that a union allows.
+    keys = [f"{key}=" for key in dict.fromkeys(known_keys(Config))]
     # argparse names its options nowhere in public.
     flags = [flag for flag in _parser()._option_string_actions if flag.startswith("--")]
-    print(completion.bash(_all_groups(), flags), end="", flush=True)
-    return 0
+    return _COMPLETION.replace("WORDS", " ".join([*choices, *keys, *flags]))
 
 
-def _inform(options: argparse.Namespace) -> int:
+def _info(wanted: str) -> str:
+    """All groups; of one group a line for each option, with the comment that its file begins with,
+    if any."""
     groups = _all_groups()
-    if options.info in groups:
-        print("\n".join(_described(options.info, groups)), flush=True)
-        return 0
-    if options.info not in (GROUPS, "all", "defaults"):
+    if wanted == GROUPS:
+        return "".join(f"{group}={' | '.join(names)}\n" for group, names in groups.items())
+    if wanted not in groups:
         raise ValueError(
-            f"--info {options.info}: no such group; there are {', '.join(groups)}, or give "
-            "--info alone for all of them"
+            f"--info {wanted}: no such group; there are {', '.join(groups)}, or give --info alone"
+            " for all of them"
         )
-    lines = [f"{group}={' | '.join(names)}" for group, names in groups.items()]
-    print("\n".join(lines), flush=True)
-    return 0
-
-
-def _described(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """A line for each option of a group, with the comment that its file begins with, if any."""
     lines = []
-    for name in groups[group]:
-        text = (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
+    for name in groups[wanted]:
+        text = (conf_dir() / wanted / f"{name}.yaml").read_text(encoding="utf-8")
         # A line that speaks to Hydra comes before the comment.
         first, _, _ = text.removeprefix("# @package _global_\n").partition("\n")
-        says = ""
-        if first.startswith("#"):
-            says = first.removeprefix("# ")
-        lines.append(f"{group}={name:24} {says}".rstrip())
-    return lines
+        comment = first.removeprefix("# ") if first.startswith("#") else ""
+        lines.append(f"{wanted}={name:24} {comment}".rstrip() + "\n")
+    return "".join(lines)
 
 
 def show(options: argparse.Namespace) -> int:

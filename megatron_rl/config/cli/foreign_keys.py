@@ -6,43 +6,34 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Last part of a key elsewhere -> the key here.
+# Key here -> last parts of the keys that do the same elsewhere.
+_NAMES_ELSEWHERE: Mapping[str, str] = {
+    "optim.learning_rate": "lr",
+    "batch.responses_per_prompt": "n num_generations",
+    "batch.prompts_per_step": "train_batch_size batch_size",
+    "batch.prompts_per_minibatch": "mini_batch_size",
+    "trainer.num_steps": (
+        "max_steps total_steps total_training_steps num_epochs total_epochs num_train_epochs"
+    ),
+    "checkpoint.every_steps": "save_freq save_steps",
+    "evaluation.every_steps": "test_freq eval_steps",
+    "rollout.max_prompt_tokens": "max_prompt_length",
+    "rollout.max_response_tokens": "max_response_length max_completion_length max_new_tokens",
+    "method.kl.coef": "kl_coef kl_loss_coef",
+    "run_dir": "output_dir default_local_dir",
+    "data.train": "train_files",
+    "data.eval": "val_files",
+    "model.path": "model_name_or_path",
+    "parallel.tensor": "tensor_model_parallel_size",
+    "rollout.tensor": "tensor_parallel_size",
+    "parallel.pipeline": "pipeline_model_parallel_size",
+    "optim.clip_grad": "max_grad_norm",
+    "optim.warmup_steps": "warmup_ratio",
+    "logging.wandb_project": "project_name",
+    "source.request_timeout_factor": "give_up_factor",  # its former name
+}
 NAMES_HERE: Mapping[str, str] = {
-    "lr": "optim.learning_rate",
-    "n": "batch.responses_per_prompt",
-    "num_generations": "batch.responses_per_prompt",
-    "train_batch_size": "batch.prompts_per_step",
-    "batch_size": "batch.prompts_per_step",
-    "mini_batch_size": "batch.prompts_per_minibatch",
-    "max_steps": "trainer.num_steps",
-    "total_steps": "trainer.num_steps",
-    "total_training_steps": "trainer.num_steps",
-    "num_epochs": "trainer.num_steps",
-    "total_epochs": "trainer.num_steps",
-    "num_train_epochs": "trainer.num_steps",
-    "save_freq": "checkpoint.every_steps",
-    "save_steps": "checkpoint.every_steps",
-    "test_freq": "evaluation.every_steps",
-    "eval_steps": "evaluation.every_steps",
-    "max_prompt_length": "rollout.max_prompt_tokens",
-    "max_response_length": "rollout.max_response_tokens",
-    "max_completion_length": "rollout.max_response_tokens",
-    "max_new_tokens": "rollout.max_response_tokens",
-    "kl_coef": "method.kl.coef",
-    "kl_loss_coef": "method.kl.coef",
-    "output_dir": "run_dir",
-    "default_local_dir": "run_dir",
-    "train_files": "data.train",
-    "val_files": "data.eval",
-    "model_name_or_path": "model.path",
-    "tensor_model_parallel_size": "parallel.tensor",
-    "tensor_parallel_size": "rollout.tensor",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "max_grad_norm": "optim.clip_grad",
-    "warmup_ratio": "optim.warmup_steps",
-    "project_name": "logging.wandb_project",
-    # Former names of keys of this package.
-    "give_up_factor": "source.request_timeout_factor",
+    name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()
 }
 
 # Words of a key (between dots and underscores) -> what to say. README has the same list.
@@ -52,10 +43,7 @@ NOT_SUPPORTED = (
         r"tools?|multi_?turns?|turns|agents?|env|environment",
         "tools and several turns are not supported: one prompt, one response, one reward",
     ),
-    (
-        r"videos?|audio",
-        "video and audio are not supported: prompts are texts and images",
-    ),
+    (r"videos?|audio", "video and audio are not supported: prompts are texts and images"),
     (
         r"critics?|value_(model|loss|head|function)|gae|vf_coef|ppo",
         "a critic (PPO, GAE) is not supported: advantages come from groups, see method",
@@ -68,10 +56,7 @@ NOT_SUPPORTED = (
         r"dpo|kto|orpo|sft|distill|distillation|teacher",
         "SFT, preference losses and distillation are not supported: rewards are verifiable ones",
     ),
-    (
-        r"fsdp2?|deepspeed|zero",
-        "FSDP and DeepSpeed are not supported: the policy is Megatron-Core, see parallel",
-    ),
+    (r"fsdp2?|deepspeed|zero", "FSDP and DeepSpeed are not supported: see parallel"),
     (r"sglang|tensorrt|trtllm", "rollout engines other than vLLM are not supported"),
     (
         r"load_in_(4|8)bit|bnb|bitsandbytes|gptq|awq|qat",

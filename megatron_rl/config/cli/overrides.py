@@ -91,7 +91,7 @@ def _unreadable(text: str) -> str:
     if not equals:
         return f"{text}: not an override; write key=value"
     if value.startswith("~"):
-        return f"{text}: ~ is not replaced behind the sign =; type {key}=$HOME{value[1:]}"
+        return f"{text}: ~ is not replaced after the sign =; type {key}=$HOME{value[1:]}"
     if value.startswith(("[", "{")):
         return (
             f"{text}: not a list or mapping that can be read; write {key}=[a,b] or {key}={{a: 1}}, "
@@ -108,9 +108,9 @@ def _several(text: str, override: Override, groups: Sequence[Path]) -> str:
     is_list = isinstance(sweep, ChoiceSweep) and sweep.simple_form
     if not is_list or is_group(override, groups):
         return f"{text}: means several runs; start them with {SWEEP}, or give one value"
-    as_text = f"as one text type {typed(key, value)}, "
-    if all(isinstance(choice, int | float) for choice in sweep.list):
-        as_text = ""  # nobody means the text "1,2"
+    # Numbers are meant as a list, not as the text "1,2".
+    are_numbers = all(isinstance(choice, int | float) for choice in sweep.list)
+    as_text = "" if are_numbers else f"as one text type {typed(key, value)}, "
     as_list = shlex.quote(f"{key}=[{value}]")
     return (
         f"{text}: a comma outside quotes means several runs; {as_text}as a list {as_list}, for a "
@@ -123,21 +123,6 @@ def is_group(override: Override, groups: Sequence[Path]) -> bool:
     return any((folder / override.key_or_group).is_dir() for folder in groups)
 
 
-def group_problem(text: str, override: Override, groups: Sequence[Path]) -> str | None:
-    """A sentence where a group of settings is given what is no option, else None."""
-    key = override.key_or_group
-    value = override.value()
-    if not is_group(override, groups) or override.is_delete() or isinstance(value, str | list):
-        return None
-    return (
-        f"{text}: {key} is a group of settings; choose one of its options "
-        f"({', '.join(options_of(key, groups))}), or set a key in it: {key}.NAME=value"
-    )
-
-
 def options_of(group: str, groups: Sequence[Path]) -> list[str]:
-    """The options of a group in all folders, sorted; of "" the files beside ``config.yaml``."""
-    options: set[str] = set()
-    for folder in groups:
-        options.update(path.stem for path in (folder / group).glob("*.yaml"))
-    return sorted(options)
+    """The options of a group in all folders, sorted; of "" the files next to ``config.yaml``."""
+    return sorted({path.stem for folder in groups for path in (folder / group).glob("*.yaml")})

@@ -9,22 +9,9 @@ from typing import Any
 
 from megatron_rl.config.data_names import data_problems, entries, weight_problems
 from megatron_rl.config.model_config import model_sizes
-from megatron_rl.config.rules.cache import cache_problems
-from megatron_rl.config.rules.engine_checks import (
-    engine_layout_problems,
-    evaluation_problems,
-    model_folder_problems,
-    read_hf_config,
-    replica_problems,
-    seed_problems,
-    stall_problems,
-)
+from megatron_rl.config.rules.engine_checks import engine_side, replica_problems
 from megatron_rl.config.rules.hardware import Machine, machine_problems
-from megatron_rl.config.rules.layout_rules import (
-    model_problems,
-    replica_ranks,
-    world_problems,
-)
+from megatron_rl.config.rules.layout_rules import model_problems, replica_ranks, world_problems
 from megatron_rl.config.rules.source_rules import source_problems
 from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
 from megatron_rl.errors import ConfigError
@@ -50,31 +37,20 @@ def check(
     Raises:
         ConfigError: all problems at once, one line each: key, value, remedy.
     """
+    engine, hf_config = engine_side(config, world_size, machine, architectures)
     problems = [
-        *_processes(config, world_size),
+        *world_problems(config.parallel, world_size),
         *source_problems(config),
         *_batch(config, world_size),
         *_lengths(config),
         *_method(config),
-        *stall_problems(config),
         *_paths(config),
         *_precision(config),
-        *_memory(config),
-        *_optim(config),
-        *seed_problems(config, world_size),
-        *_kept(config),
-        *_best(config),
-        *_stages(config),
+        *_training(config),
+        *engine,
     ]
-    try:
-        hf_config = read_hf_config(config.model.path, architectures)
-    except ValueError as error:
-        hf_config = None
-        problems.append(str(error))
     if hf_config is not None:
         problems += _model(config, hf_config)
-        on_cpu = machine is not None and machine.compute_capability is None
-        problems += cache_problems(config, hf_config, on_cpu=on_cpu)
     if machine is not None:
         problems += machine_problems(config, machine, hf_config)
     if problems:
@@ -89,30 +65,28 @@ def num_optimizer_steps(config: Config) -> int:
     return config.trainer.num_steps * config.trainer.epochs_per_rollout * per_rollout
 
 
-def _processes(config: Config, world_size: int) -> Iterator[str]:
-    yield from world_problems(config.parallel, world_size)
-    if not config.source.is_servers:
-        yield from replica_problems(config, world_size)
-
-
 def _batch(config: Config, world_size: int) -> Iterator[str]:
     batch = config.batch
-    if batch.prompts_per_step % batch.prompts_per_minibatch:
+    minibatch = batch.prompts_per_minibatch
+    if batch.prompts_per_step % minibatch:
         yield (
-            f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: does not divide"
-            f" batch.prompts_per_step = {batch.prompts_per_step}; choose a divisor: one optimizer"
-            " step takes an equal part of the rollout batch"
+            f"batch.prompts_per_minibatch = {minibatch}: does not divide batch.prompts_per_step ="
+            f" {batch.prompts_per_step}; choose a divisor: one optimizer step takes an equal part"
+            " of the rollout batch"
         )
     # At least 1: sizes that do not divide are refused elsewhere, and all problems are listed.
     replicas = max(1, world_size // replica_ranks(config.parallel))
-    responses = batch.prompts_per_minibatch * batch.responses_per_prompt
+    responses = minibatch * batch.responses_per_prompt
     if responses < replicas:
         yield (
-            f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: {responses} responses"
-            f" are fewer than the {replicas} data-parallel ranks; raise it"
+            f"batch.prompts_per_minibatch = {minibatch}: {responses} responses are fewer than the"
+            f" {replicas} data-parallel ranks; raise it"
         )
+    if config.source.is_servers:
+        return
+    yield from replica_problems(config, world_size)
     engines = max(1, world_size // config.rollout.ranks)
-    if not config.source.is_servers and batch.prompts_per_step < engines:
+    if batch.prompts_per_step < engines:
         yield (
             f"batch.prompts_per_step = {batch.prompts_per_step}: fewer than the {engines} rollout"
             " replicas; raise it, or rollout.tensor"
@@ -130,7 +104,6 @@ def _lengths(config: Config) -> Iterator[str]:
             f"{twice if wanted > longest else ''}; raise it to {wanted} or more"
         )
     yield from _growing_limit(config.rollout)
-    yield from evaluation_problems(config.evaluation)
 
 
 def _growing_limit(rollout: RolloutConfig) -> Iterator[str]:
@@ -171,7 +144,7 @@ def _method(config: Config) -> Iterator[str]:
     if config.method.sequences_per_response > 1 and parallel.context > 1 and not is_cut_alike:
         yield (
             f"parallel.context = {parallel.context}: with sequence parallelism or pipeline stages a"
-            " token and its copy behind the masked image may lie on different ranks; set"
+            " token and its copy after the masked image may lie on different ranks; set"
             " parallel.context=1, or parallel.sequence=false parallel.pipeline=1, or"
             " method.perception.masked=old"
         )
@@ -192,10 +165,7 @@ def _precision(config: Config) -> Iterator[str]:
     if precision.fp8 is None:
         return
     if precision.params != "bfloat16":
-        yield (
-            f"precision.params = {precision.params}: FP8 layers train bfloat16 weights; set"
-            " precision.params=bfloat16"
-        )
+        yield f"precision.params = {precision.params}: FP8 layers train bfloat16; set it to that"
     yield from _recipe(precision.fp8)
     if precision.fp8.param_gather:
         yield from _weights_in_fp8(config, precision.fp8)
@@ -225,25 +195,10 @@ def _weights_in_fp8(config: Config, fp8: Fp8Config) -> Iterator[str]:
     if not config.parallel.distributed_optimizer:
         yield f"{key}: needs parallel.distributed_optimizer=true, or set it to false"
     if fp8.recipe == "mxfp8":
-        yield (
-            f"{key}: not with recipe mxfp8, whose gathers share the gradient buffer; set it to"
-            " false"
-        )
+        yield f"{key}: gathers of recipe mxfp8 share the gradient buffer; set it to false"
     kl = config.method.kl
     if any((kl.coef, kl.coef_positive, kl.coef_negative)):
-        yield (
-            f"{key}: the weights cannot be exchanged with the reference's without loss; set it to"
-            " false"
-        )
-
-
-def _optim(config: Config) -> Iterator[str]:
-    optim = config.optim
-    if optim.min_learning_rate > optim.learning_rate:
-        yield (
-            f"optim.min_learning_rate = {optim.min_learning_rate}: is above optim.learning_rate ="
-            f" {optim.learning_rate}, and the schedule would rise towards it; lower it"
-        )
+        yield f"{key}: an exchange with the reference's weights would round; set it to false"
 
 
 def _unusual(config: Config) -> Iterator[str]:
@@ -259,19 +214,23 @@ def _unusual(config: Config) -> Iterator[str]:
         )
 
 
-def _memory(config: Config) -> Iterator[str]:
+def _training(config: Config) -> Iterator[str]:
+    """Optimizer, memory, checks and checkpoints."""
+    optim = config.optim
+    if optim.min_learning_rate > optim.learning_rate:
+        yield (
+            f"optim.min_learning_rate = {optim.min_learning_rate}: is above optim.learning_rate ="
+            f" {optim.learning_rate}, and the schedule would rise towards it; lower it"
+        )
     offload = config.memory.offload
-    fp8 = config.precision.fp8
     if len(set(offload)) < len(offload):
         yield f"memory.offload = {list(offload)}: names a part twice; name each once"
+    fp8 = config.precision.fp8
     if "weights" in offload and fp8 is not None and fp8.param_gather:
         yield (
             "memory.offload: weights that are kept in FP8 cannot be offloaded; leave weights out,"
             " or set precision.fp8.param_gather=false"
         )
-
-
-def _stages(config: Config) -> Iterator[str]:
     if config.rollout.pipeline > 1 and config.weight_sync.logprob_check_every > 0:
         yield (
             f"weight_sync.logprob_check_every = {config.weight_sync.logprob_check_every}: the check"
@@ -279,9 +238,6 @@ def _stages(config: Config) -> Iterator[str]:
             f" rollout.pipeline = {config.rollout.pipeline} (sampled tokens are compared with the"
             " policy at every step anyway)"
         )
-
-
-def _kept(config: Config) -> Iterator[str]:
     kept = config.checkpoint.keep_every_steps
     saved = config.checkpoint.every_steps
     if kept and (saved == 0 or kept % saved):
@@ -289,46 +245,33 @@ def _kept(config: Config) -> Iterator[str]:
             f"checkpoint.keep_every_steps = {kept}: checkpoints come every {saved} steps"
             " (checkpoint.every_steps; 0 = never); give a multiple of that"
         )
-
-
-def _best(config: Config) -> Iterator[str]:
     evaluation = config.evaluation
-    if evaluation.every_steps:
-        return
-    remedy = "there is no evaluation during training (evaluation.every_steps = 0); set it"
-    if config.checkpoint.keep_best:
-        yield f"checkpoint.keep_best = True: {remedy}, or keep_best=false"
-    if evaluation.stop_after is not None:
-        yield f"evaluation.stop_after = {evaluation.stop_after}: {remedy}, or stop_after=null"
+    never = "there is no evaluation during training (evaluation.every_steps = 0); set it"
+    if config.checkpoint.keep_best and not evaluation.every_steps:
+        yield f"checkpoint.keep_best = True: {never}, or keep_best=false"
+    if evaluation.stop_after is not None and not evaluation.every_steps:
+        yield f"evaluation.stop_after = {evaluation.stop_after}: {never}, or stop_after=null"
 
 
 def _paths(config: Config) -> Iterator[str]:
-    yield from model_folder_problems(config)
     yield from data_problems("data.train", config.data.train)
     yield from weight_problems(entries(config.data.train), config.data.train_weights)
-    yield from data_problems("data.eval", config.data.eval)
     resume = config.resume.checkpoint
     if resume not in ("auto", "never") and not Path(resume).is_dir():
-        yield (
-            f"resume.checkpoint = {resume}: no such folder; give auto, never or the path of a"
-            " checkpoint"
-        )
+        yield f"resume.checkpoint = {resume}: no such folder; give auto, never or a checkpoint"
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     sizes = model_sizes(hf_config)
     yield from model_problems(sizes, config.parallel)
-    yield from engine_layout_problems(config, hf_config)
     fp8 = config.precision.fp8
     if fp8 is not None:
         # megatron's own limit, of uneven stages too.
         even_share = sizes.num_layers // config.parallel.pipeline
         for key in _LAYERS_IN_BF16:
             if getattr(fp8, key) > even_share:
-                yield (
-                    f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has"
-                    f" {even_share} layers; lower it"
-                )
+                layers = getattr(fp8, key)
+                yield f"precision.fp8.{key} = {layers}: a stage has {even_share} layers; lower it"
     if config.method.perception is not None and "vision_config" not in hf_config:
         yield (
             f"method.name = {config.method.name}: masks images, and the model of model.path ="

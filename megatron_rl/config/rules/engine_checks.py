@@ -1,74 +1,67 @@
-"""Checks of what an engine needs that answers prompts, with or without a policy beside it."""
+"""Checks of what an engine needs that answers prompts, with or without a policy next to it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.data_names import data_problems
-from megatron_rl.config.model_config import model_sizes, read_model_config
-from megatron_rl.config.rules.cache import cache_problems
+from megatron_rl.config.model_config import ModelSizes, model_sizes, read_model_config
+from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.rules.hardware import Machine, engine_problems
-from megatron_rl.config.rules.layout_rules import rollout_problems
+from megatron_rl.config.rules.layout_rules import longest_engine_stage, rollout_problems, undivided
 from megatron_rl.config.schema import Config, EvaluationConfig, RolloutConfig
 from megatron_rl.errors import ConfigError
 
+GIB = 2**30
+_BLOCK_TOKENS = {"cpu": 128, "gpu": 16}  # tokens of one block of the cache, as vLLM cuts it
+
 
 def check_evaluation(
-    config: Config,
-    world_size: int,
-    machine: Machine,
-    architectures: Collection[str] | None = None,
+    config: Config, world_size: int, machine: Machine, architectures: Collection[str] | None = None
 ) -> None:
     """``check`` for an engine that answers held-out prompts, without a policy.
 
     Raises:
         ConfigError: all problems at once, one line each: key, value, remedy.
     """
+    engine, hf_config = engine_side(config, world_size, machine, architectures)
+    sizes = model_sizes(hf_config) if hf_config is not None else None
+    machines = engine_problems(config.rollout, machine, sizes)
+    if problems := [*replica_problems(config, world_size), *engine, *machines]:
+        raise ConfigError(problems, "the configuration")
+
+
+def engine_side(
+    config: Config, world_size: int, machine: Machine | None, architectures: Collection[str] | None
+) -> tuple[list[str], dict[str, Any] | None]:
+    """Problems of a program that asks a model, with or without training, and the model's
+    ``config.json``; None where it cannot be read."""
     problems = [
-        *replica_problems(config, world_size),
         *evaluation_problems(config.evaluation),
         *stall_problems(config),
         *model_folder_problems(config),
         *data_problems("data.eval", config.data.eval),
         *seed_problems(config, world_size),
     ]
-    sizes = None
+    file = Path(config.model.path) / "config.json"
     try:
-        hf_config = read_hf_config(config.model.path, architectures)
+        hf_config = read_model_config(file, architectures) if file.is_file() else None
     except ValueError as error:
-        hf_config = None
-        problems.append(str(error))
+        return [*problems, str(error)], None
     if hf_config is not None:
-        sizes = model_sizes(hf_config)
-        on_cpu = machine.compute_capability is None
+        on_cpu = machine is not None and machine.compute_capability is None
         problems += engine_layout_problems(config, hf_config)
         problems += cache_problems(config, hf_config, on_cpu=on_cpu)
-    problems += engine_problems(config.rollout, machine, sizes)
-    if problems:
-        raise ConfigError(problems, "the configuration")
-
-
-def read_hf_config(
-    path: str, architectures: Collection[str] | None = None
-) -> dict[str, Any] | None:
-    """``config.json`` of a HF directory, None where there is none. Raises ValueError as
-    ``read_model_config`` does."""
-    file = Path(path) / "config.json"
-    return read_model_config(file, architectures) if file.is_file() else None
+    return problems, hf_config
 
 
 def replica_problems(config: Config, world_size: int) -> Iterator[str]:
     """The processes do not divide into replicas of the engine."""
-    rollout = config.rollout
-    if world_size % rollout.ranks:
-        key = f"rollout.tensor = {rollout.tensor}"
-        if rollout.pipeline > 1:
-            key = f"rollout.tensor * rollout.pipeline = {rollout.ranks}"
-        yield (
-            f"{key}: does not divide the {world_size} processes; choose a divisor of {world_size}"
-        )
+    key = "rollout.tensor" + " * rollout.pipeline" * (config.rollout.pipeline > 1)
+    yield from undivided(key, config.rollout.ranks, world_size, "processes", "the")
 
 
 def evaluation_problems(evaluation: EvaluationConfig) -> Iterator[str]:
@@ -112,10 +105,7 @@ def model_folder_problems(config: Config) -> Iterator[str]:
     """``model.path`` is no model."""
     model = Path(config.model.path)
     if not model.is_dir():
-        yield (
-            f"model.path = {model}: no such folder; give a HF directory (config.json, safetensors,"
-            " tokenizer)"
-        )
+        yield f"model.path = {model}: no such folder; give a HF directory"
     elif not (model / "config.json").is_file():
         yield f"model.path = {model}: no config.json in it; give a HF directory"
 
@@ -140,3 +130,49 @@ def position_problems(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> I
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model has"
             f" {limit} positions; lower one of them"
         )
+
+
+def cache_problems(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
+    """One message when ``rollout.kv_cache_gib`` cannot hold one sequence of the longest kind."""
+    rollout = config.rollout
+    if rollout.kv_cache_gib is None:
+        return
+    least = least_cache_bytes(rollout, hf_config, _BLOCK_TOKENS["cpu" if on_cpu else "gpu"])
+    if least is None or rollout.kv_cache_gib * GIB >= least:
+        return
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    # Rounded up, so that the number that is named is enough.
+    enough = math.ceil(least / GIB * 1e6) / 1e6
+    yield (
+        f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: one sequence of"
+        f" rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens takes"
+        f" {least / 2**20:.3g} MiB; set at least {enough:g}, or several times that so that"
+        " sequences run together"
+    )
+
+
+def least_cache_bytes(
+    rollout: RolloutConfig, hf_config: Mapping[str, Any], block_tokens: int
+) -> int | None:
+    """Bytes that the longest sequence takes on one rank, in whole blocks; None where ``hf_config``
+    lacks a size. vLLM keeps one block more, which is always empty.
+
+    Formula: (ceil(tokens / block) + 1) * block * 2 * layers * kv_heads * head_dim * bytes, with the
+    layers of the longest stage, the heads of one rank and the bytes of a number.
+    Example: 1024 tokens, 28 layers, 4 heads of 128 on two ranks, bfloat16, blocks of 16:
+    65 * 16 * 2 * 28 * 2 * 128 * 2 bytes = 28.4 MiB.
+    """
+    sizes = model_sizes(hf_config)
+    if 0 in (sizes.num_layers, sizes.num_heads, sizes.head_dim):
+        return None
+    tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
+    num_blocks = math.ceil(tokens / block_tokens) + 1
+    return num_blocks * block_tokens * token_bytes(rollout, sizes)
+
+
+def token_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
+    """Keys and values of one token on one rank, of the longest stage."""
+    # Where ranks outnumber the key-value heads, several hold the same head.
+    heads_of_rank = max(1, sizes.num_kv_heads // rollout.tensor)
+    layers = longest_engine_stage(sizes.num_layers, rollout.pipeline)
+    return 2 * layers * heads_of_rank * sizes.head_dim * ITEM_BYTES[rollout.dtype]

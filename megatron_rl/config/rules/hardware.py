@@ -76,8 +76,13 @@ def engine_problems(
     rollout: RolloutConfig, machine: Machine, sizes: ModelSizes | None
 ) -> Iterator[str]:
     """Requirements of the engine alone that ``machine`` does not meet."""
-    if machine.compute_capability is None and sizes is not None:
-        yield from _cpu_heads(sizes)
+    on_cpu = machine.compute_capability is None
+    if on_cpu and sizes and sizes.head_dim and sizes.head_dim not in _CPU_HEAD_DIMS:
+        known = ", ".join(map(str, _CPU_HEAD_DIMS))
+        yield (
+            f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
+            " only; use a model with one of these, or a GPU"
+        )
     if machine.compute_capability is None and rollout.expert_parallel:
         yield (
             "rollout.expert_parallel = True: vLLM's CPU kernel of experts crashes where a rank has"
@@ -91,15 +96,6 @@ def engine_problems(
         )
 
 
-def _cpu_heads(sizes: ModelSizes) -> Iterator[str]:
-    if sizes.head_dim and sizes.head_dim not in _CPU_HEAD_DIMS:
-        known = ", ".join(map(str, _CPU_HEAD_DIMS))
-        yield (
-            f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
-            " only; use a model with one of these, or a GPU"
-        )
-
-
 def _capability(machine: Machine) -> str:
     if machine.compute_capability is None:
         return "no CUDA device"
@@ -110,10 +106,7 @@ def _capability(machine: Machine) -> str:
 def _recipe(fp8: Fp8Config, machine: Machine) -> Iterator[str]:
     key = f"precision.fp8.recipe = {fp8.recipe}"
     if machine.compute_capability is None:
-        yield (
-            f"{key}: FP8 needs a GPU, this machine has no CUDA device; choose precision=fp32 or"
-            " precision=bf16"
-        )
+        yield f"{key}: FP8 needs a GPU, and there is no CUDA device; choose precision=bf16"
         return
     first, end = _CAPABILITY[fp8.recipe]
     if not first <= machine.compute_capability < end:
@@ -150,20 +143,19 @@ def linear_sizes(parallel: ParallelConfig, sizes: ModelSizes) -> dict[str, int]:
     """
     query_rows = sizes.num_heads * sizes.head_dim
     key_value_rows = 2 * sizes.num_kv_heads * sizes.head_dim
-    rank_sizes = {
-        "hidden_size": sizes.hidden_size,
-        "query, key and value rows of one tensor rank": (
-            (query_rows + key_value_rows) // parallel.tensor
-        ),
-        "attention width of one tensor rank": query_rows // parallel.tensor,
-    }
     if sizes.num_experts:
+        what = "expert width of one expert-tensor rank"
         width = sizes.expert_ffn_hidden_size // parallel.expert_tensor
-        rank_sizes["expert width of one expert-tensor rank"] = width
     else:
+        what = "feed-forward width of one tensor rank"
         width = sizes.ffn_hidden_size // parallel.tensor
-        rank_sizes["feed-forward width of one tensor rank"] = width
-    return rank_sizes
+    rows = (query_rows + key_value_rows) // parallel.tensor
+    return {
+        "hidden_size": sizes.hidden_size,
+        "query, key and value rows of one tensor rank": rows,
+        "attention width of one tensor rank": query_rows // parallel.tensor,
+        what: width,
+    }
 
 
 def _block_sizes(fp8: Fp8Config, parallel: ParallelConfig, sizes: ModelSizes) -> Iterator[str]:

@@ -6,7 +6,9 @@ and vLLM check most of this again, one rule at a time, after processes and group
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 
 from megatron_rl.config.model_config import ModelSizes
 from megatron_rl.config.schema import ParallelConfig, RolloutConfig
@@ -23,22 +25,25 @@ def layout_problems(sizes: ModelSizes, parallel: ParallelConfig, world_size: int
     return [*world_problems(parallel, world_size), *model_problems(sizes, parallel)]
 
 
+def undivided(
+    key: str, size: int, number: int, what: str, of: str = "the model's"
+) -> Iterator[str]:
+    """``key``, whose value is ``size``, does not divide ``number``; ``what``: of which things."""
+    if number % size:
+        yield f"{key} = {size}: does not divide {of} {number} {what}; choose a divisor"
+
+
 def world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     """The rules that hold for every model."""
-    dense = replica_ranks(parallel)
-    if world_size % dense:
-        yield (
-            f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context"
-            f" {parallel.context} = {dense} does not divide the {world_size} processes; start a"
-            f" multiple of {dense} (torchrun --nproc-per-node) or change parallel.*"
-        )
-    experts = parallel.expert_tensor * parallel.expert * parallel.pipeline
-    if world_size % experts:
-        yield (
-            f"parallel: expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x"
-            f" pipeline {parallel.pipeline} = {experts} does not divide the {world_size}"
-            f" processes; start a multiple of {experts} or change parallel.*"
-        )
+    for keys in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
+        sizes = [getattr(parallel, key) for key in keys]
+        ranks = math.prod(sizes)
+        if world_size % ranks:
+            product = " x ".join(f"{key} {size}" for key, size in zip(keys, sizes, strict=True))
+            yield (
+                f"parallel: {product} = {ranks} does not divide the {world_size} processes; start a"
+                f" multiple of {ranks} (torchrun --nproc-per-node) or change parallel.*"
+            )
     if parallel.sequence and parallel.tensor == 1:
         yield (
             "parallel.sequence = True: splits sequences over the tensor-parallel ranks; set"
@@ -63,7 +68,11 @@ def model_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]
     if sizes.num_experts:
         yield from _expert_problems(sizes, parallel)
     else:
-        yield from _dense_problems(sizes, parallel)
+        rows = sizes.ffn_hidden_size
+        yield from undivided("parallel.tensor", parallel.tensor, rows, "feed-forward rows")
+        for key in ("expert", "expert_tensor"):
+            if (ranks := getattr(parallel, key)) > 1:
+                yield f"parallel.{key} = {ranks}: the model has no experts; set it to 1"
     if parallel.pipeline > 1:
         yield from _stage_problems(sizes, parallel)
 
@@ -77,42 +86,30 @@ def engine_stages(num_layers: int, pipeline: int) -> list[range]:
     """Numbers of the layers of each pipeline stage of an engine.
 
     vLLM gives what is left of an even share to the stages before the last one, one layer each, from
-    behind (``get_pp_indices`` in vllm/distributed/utils.py). Example: 10 layers on 4 stages are 2,
+    the end (``get_pp_indices`` in vllm/distributed/utils.py). Example: 10 layers on 4 stages are 2,
     3, 3 and 2.
     """
     each, more = divmod(num_layers, pipeline)
-    stages = []
-    first = 0
-    for stage in range(pipeline):
-        count = each + (pipeline - 1 - more <= stage < pipeline - 1)
-        stages.append(range(first, first + count))
-        first += count
-    return stages
+    longer = range(pipeline - 1 - more, pipeline - 1)
+    ends = list(accumulate(each + (stage in longer) for stage in range(pipeline)))
+    return [range(first, end) for first, end in pairwise([0, *ends])]
 
 
 def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]:
     """Reasons why vLLM cannot cut the model over the ranks of a replica."""
-    tensor = rollout.tensor
-    refused = False
-    for problem in _attention_problems("rollout", tensor, sizes):
-        refused = True
-        yield problem
-    # What the tensor ranks cut: an expert, or the dense layer. Whole experts are cut by nobody.
+    of_heads = list(_attention_problems("rollout", rollout.tensor, sizes))
+    yield from of_heads
+    # What the tensor ranks cut: an expert, or the dense layer. Whole experts are not cut.
     width = sizes.expert_ffn_hidden_size or sizes.ffn_hidden_size
     if rollout.expert_parallel:
         yield from _whole_expert_problems(sizes, rollout)
         width = sizes.ffn_hidden_size
     if rollout.pipeline > sizes.num_layers:
-        yield (
-            f"rollout.pipeline = {rollout.pipeline}: the model has {sizes.num_layers} layers;"
-            " choose at most that"
-        )
+        layers = sizes.num_layers
+        yield f"rollout.pipeline = {rollout.pipeline}: the model has {layers} layers; lower it"
     # One key has one remedy: a divisor of the heads comes first.
-    if not refused and width % tensor:
-        yield (
-            f"rollout.tensor = {tensor}: does not divide the model's {width} feed-forward rows;"
-            " choose a divisor"
-        )
+    if not of_heads:
+        yield from undivided("rollout.tensor", rollout.tensor, width, "feed-forward rows")
 
 
 def _whole_expert_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]:
@@ -138,49 +135,26 @@ def _attention_problems(section: str, tensor: int, sizes: ModelSizes) -> Iterato
     In megatron, ranks that share a head hold equal intervals of its query, key and value rows and
     gather them in the forward; in vLLM each holds a copy of the head.
     """
-    key = f"{section}.tensor = {tensor}"
+    key = f"{section}.tensor"
     heads = sizes.num_heads
     kv_heads = sizes.num_kv_heads
     if heads % tensor:
-        yield (
-            f"{key}: does not divide the model's {heads} attention heads; choose a divisor of"
-            f" {heads}"
-        )
+        yield from undivided(key, tensor, heads, "attention heads")
     elif kv_heads % tensor and tensor % kv_heads:
         yield (
-            f"{key}: neither a divisor nor a multiple of the model's {kv_heads} key-value heads;"
-            " choose one that is"
+            f"{key} = {tensor}: neither a divisor nor a multiple of the model's {kv_heads}"
+            " key-value heads; choose one that is"
         )
-    elif section == "parallel" and (heads + 2 * kv_heads) * sizes.head_dim % tensor:
+    elif section == "parallel":
         rows = (heads + 2 * kv_heads) * sizes.head_dim
-        yield (
-            f"{key}: does not divide the model's {rows} query, key and value rows; choose a divisor"
-        )
-
-
-def _dense_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]:
-    if sizes.ffn_hidden_size % parallel.tensor:
-        yield (
-            f"parallel.tensor = {parallel.tensor}: does not divide the model's"
-            f" {sizes.ffn_hidden_size} feed-forward rows; choose a divisor"
-        )
-    for key in ("expert", "expert_tensor"):
-        ranks = getattr(parallel, key)
-        if ranks > 1:
-            yield f"parallel.{key} = {ranks}: the model has no experts; set it to 1"
+        yield from undivided(key, tensor, rows, "query, key and value rows")
 
 
 def _expert_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]:
-    if sizes.num_experts % parallel.expert:
-        yield (
-            f"parallel.expert = {parallel.expert}: does not divide the model's"
-            f" {sizes.num_experts} experts; choose a divisor"
-        )
-    if sizes.expert_ffn_hidden_size % parallel.expert_tensor:
-        yield (
-            f"parallel.expert_tensor = {parallel.expert_tensor}: does not divide the"
-            f" {sizes.expert_ffn_hidden_size} feed-forward rows of an expert; choose a divisor"
-        )
+    yield from undivided("parallel.expert", parallel.expert, sizes.num_experts, "experts")
+    rows = sizes.expert_ffn_hidden_size
+    what = "feed-forward rows of an expert"
+    yield from undivided("parallel.expert_tensor", parallel.expert_tensor, rows, what, "the")
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
             "parallel.sequence = False: megatron-core needs it for a model with experts on"
@@ -194,11 +168,8 @@ def _stage_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str
     ends = _end_layers(parallel)
     middle_layers = sizes.num_layers - sum(ends)
     middle_stages = parallel.pipeline - len(ends)
-    if middle_stages == 0:
-        fits = middle_layers == 0
-    else:
-        fits = middle_layers > 0 and middle_layers % middle_stages == 0
-    if not fits:
+    even = middle_stages > 0 and middle_layers > 0 and middle_layers % middle_stages == 0
+    if not even and (middle_stages or middle_layers):
         remedy = "choose a divisor, or set parallel.first_stage_layers / last_stage_layers"
         if ends:
             remedy = (

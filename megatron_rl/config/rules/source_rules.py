@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.schema import Config
+from megatron_rl.hooks import ROLLOUT_HOOKS
 
 # Weights of the policy term that undo what older weights have sampled, and are bounded.
 _IMPORTANCE_WEIGHTS = ("tis", "icepop")
@@ -50,10 +51,7 @@ def _with_servers(config: Config) -> Iterator[str]:
             " weights in any case; set it to lockstep, or raise source.staleness"
         )
     if config.weight_sync.method == "gather":
-        yield (
-            "weight_sync.method = gather: servers take their weights by a plan; set it to auto or"
-            " reshard"
-        )
+        yield "weight_sync.method = gather: servers take weights by a plan; set it to auto"
     if config.rollout.quantization is not None:
         yield (
             f"rollout.quantization = {config.rollout.quantization}: servers take weights in the"
@@ -82,8 +80,8 @@ def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
 
 
 def _with_hooks(config: Config) -> Iterator[str]:
-    for name, hook in config.rollout_hooks.items():
-        if hook.changes_temperature:
+    for name in config.rollout_hooks:
+        if ROLLOUT_HOOKS[name].changes_temperature:
             why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
 
@@ -97,10 +95,7 @@ def _with_annealing(config: Config) -> Iterator[str]:
             " a response; set rollout.temperature=1.0, or rollout.anneal.start=null"
         )
     if anneal.start is not None and anneal.end > anneal.start:
-        yield (
-            f"rollout.anneal.end = {anneal.end:g}: {key} is lower, and the temperature falls; lower"
-            " end, or raise start"
-        )
+        yield f"rollout.anneal.end = {anneal.end:g}: is above {key}, and must not be; lower it"
     if anneal.decay_limit < anneal.decay_tokens:
         yield (
             f"rollout.anneal.decay_limit = {anneal.decay_limit:g}: less than"
@@ -113,8 +108,8 @@ def _with_annealing(config: Config) -> Iterator[str]:
             " has tokens of several steps, hence of several schedules, and the logprobs of the"
             " policy are defined by one; set it to 0"
         )
-    for name, hook in config.rollout_hooks.items():
-        if hook.changes_temperature:
+    for name in config.rollout_hooks:
+        if ROLLOUT_HOOKS[name].changes_temperature:
             yield (
                 f"rollout_hooks.{name}: defines the temperature of the tokens of a response, and so"
                 f" does {key}: one token cannot have two; leave {name} out, or set"

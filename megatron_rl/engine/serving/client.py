@@ -7,7 +7,8 @@ that its answer follows from, so it may be sent to another server when one is lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
 
 _GENERATE = "inference/v1/generate"
 _UNKNOWN_VERSION = -1
+_ENDS = ("stop", "length")
 _SHOWN = 500  # characters of a refusal
 # Idle connections are closed here before a server does it: vLLM's after 5 s. A request on one that
 # is closed from the other side at that moment would be lost.
@@ -40,8 +42,8 @@ class RequestFailedError(ServerLostError):
 
 @dataclass(frozen=True)
 class _TokenLogprob:
-    token_id: int
     logprob: float
+    token_id: int = -1  # of a prompt's tokens it is the key
 
 
 @dataclass(frozen=True)
@@ -56,21 +58,9 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class _GeneratedChoice:
-    finish_reason: str | None
-    token_ids: list[int]
-    logprobs: _ChoiceLogprobs
-    weight_versions: list[_Span]
+class _Choice:
+    """A response, or a part of one that is streamed; only the last part has the versions."""
 
-
-@dataclass(frozen=True)
-class _Generated:
-    choices: list[_GeneratedChoice]
-    prompt_token_ids: list[int] | None = None
-
-
-@dataclass(frozen=True)
-class _StreamedChoice:
     logprobs: _ChoiceLogprobs
     token_ids: list[int] | None = None
     finish_reason: str | None = None
@@ -78,18 +68,14 @@ class _StreamedChoice:
 
 
 @dataclass(frozen=True)
-class _StreamedPart:
-    choices: list[_StreamedChoice]
-
-
-@dataclass(frozen=True)
-class _PromptLogprob:
-    logprob: float
+class _Generated:
+    choices: list[_Choice]
+    prompt_token_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)
 class _ScoredPrompt:
-    prompt_logprobs: list[dict[str, _PromptLogprob] | None]
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None]
 
 
 class ServerClient:
@@ -134,7 +120,7 @@ class ServerClient:
         if prompt.images:
             check_expansion(prompt.token_ids, answer.prompt_token_ids or (), what)
         (choice,) = answer.choices
-        if choice.finish_reason not in ("stop", "length"):
+        if choice.finish_reason not in _ENDS:
             raise RequestFailedError(
                 f"{self.url}: dropped a request to prompt {prompt.uid} ({choice.finish_reason})"
             )
@@ -156,7 +142,7 @@ class ServerClient:
         token_ids: list[int] = []
         logprobs: list[float] = []
         url = f"{self.url}/{_GENERATE}"
-        try:
+        with _no_answer(url):
             async with self._session.post(url, json=body) as answer:
                 if answer.status != 200:
                     self._refuse(answer.status, await answer.read(), url, what)
@@ -164,16 +150,14 @@ class ServerClient:
                     text = line.removeprefix(b"data: ").strip()
                     if not line.startswith(b"data: ") or text == b"[DONE]":
                         continue
-                    part: _StreamedPart = decoded(text, _StreamedPart, url)
+                    part: _Generated = decoded(text, _Generated, url)
                     (choice,) = part.choices
                     token_ids += choice.token_ids or []
                     logprobs += [one.logprob for one in choice.logprobs.content]
-                    if choice.finish_reason in ("stop", "length"):
-                        whole = _GeneratedChoice(
-                            choice.finish_reason,
-                            token_ids,
-                            _ChoiceLogprobs(list(map(_TokenLogprob, token_ids, logprobs))),
-                            choice.weight_versions or [],
+                    if choice.finish_reason in _ENDS:
+                        content = list(map(_TokenLogprob, logprobs, token_ids))
+                        whole = replace(
+                            choice, token_ids=token_ids, logprobs=_ChoiceLogprobs(content)
                         )
                         return _completion(self.url, whole), False
                     if choice.finish_reason is not None:
@@ -181,10 +165,6 @@ class ServerClient:
                     if is_enough(len(token_ids)):
                         # Which weights: only a final part says it. In lockstep they are known.
                         return Completion(token_ids, logprobs, False, _UNKNOWN_VERSION), True
-        except aiohttp.ClientConnectorError as error:
-            raise ServerUnreachableError(f"{url}: no connection ({error})") from error
-        except (TimeoutError, aiohttp.ClientError, OSError, MalformedMessageError) as error:
-            raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
         raise RequestFailedError(f"{self.url}: dropped a request to prompt {prompt.uid}")
 
     def _request(
@@ -227,7 +207,7 @@ class ServerClient:
 
     async def _post(self, path: str, body: Mapping[str, Any], schema: Any, what: str) -> Any:
         url = f"{self.url}/{path}"
-        try:
+        with _no_answer(url):
             try:
                 status, text = await self._posted(url, body)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
@@ -235,16 +215,9 @@ class ServerClient:
                     raise
                 # The server may have closed a kept connection when the request was on its way.
                 status, text = await self._posted(url, body)
-        except aiohttp.ClientConnectorError as error:
-            raise ServerUnreachableError(f"{url}: no connection ({error})") from error
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
-        if status != 200:
-            self._refuse(status, text, url, what)
-        try:
+            if status != 200:
+                self._refuse(status, text, url, what)
             return decoded(text, schema, url)
-        except MalformedMessageError as error:
-            raise ServerLostError(str(error)) from error
 
     def _refuse(self, status: int, text: bytes, url: str, what: str) -> NoReturn:
         shown = text.decode(errors="replace")[:_SHOWN]
@@ -258,18 +231,35 @@ class ServerClient:
             return answer.status, await answer.read()
 
 
-def _completion(url: str, choice: _GeneratedChoice) -> Completion:
+@contextmanager
+def _no_answer(url: str) -> Iterator[None]:
+    """Raises ServerLostError for what is no answer that can be read."""
+    try:
+        yield
+    except ServerLostError:
+        raise
+    except aiohttp.ClientConnectorError as error:
+        raise ServerUnreachableError(f"{url}: no connection ({error})") from error
+    except MalformedMessageError as error:
+        raise ServerLostError(str(error)) from error
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
+
+
+def _completion(url: str, choice: _Choice) -> Completion:
     """Raises ServerLostError where the server samples with weights that no trainer has sent."""
+    token_ids = choice.token_ids or []
     content = choice.logprobs.content
-    if [token.token_id for token in content] != choice.token_ids:
+    if [token.token_id for token in content] != token_ids:
         raise ServerLostError(f"{url}: gave other logprobs than those of the sampled tokens")
-    versions = [span.version for span in choice.weight_versions]
+    spans = choice.weight_versions or []
+    versions = [span.version for span in spans]
     if not versions or not all(version.isdecimal() for version in versions):
         raise ServerLostError(f"{url}: samples with weights {versions}, which are of no version")
     return Completion(
-        choice.token_ids,
+        token_ids,
         [token.logprob for token in content],
         truncated=choice.finish_reason == "length",
         weight_version=int(versions[0]),
-        spans=tuple(VersionSpan(int(span.version), span.end) for span in choice.weight_versions),
+        spans=tuple(VersionSpan(int(span.version), span.end) for span in spans),
     )

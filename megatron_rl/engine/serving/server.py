@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
@@ -25,7 +24,7 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments, served_settings
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.requirements import require_vllm
-from megatron_rl.runtime.guard.parent import die_with_parent
+from megatron_rl.runtime.guard.parent import FOR_CHILDREN, die_with_parent
 from megatron_rl.runtime.registry import FOLDER, Lease, Registration, run_secret
 
 _ENDS_WITHIN_S = 10.0
@@ -94,6 +93,7 @@ def start_server(
         "VLLM_API_KEY": secret,
         "VLLM_SERVER_DEV_MODE": "1",  # the commands to pause and to take weights
         "VLLM_NO_USAGE_STATS": "1",
+        FOR_CHILDREN: "1",  # its engines, which would outlive a server that is killed
     }
     if not torch.cuda.is_available():
         # Else every worker needs a NUMA node of its own, and small functions are compiled.
@@ -120,47 +120,36 @@ def end_server(process: subprocess.Popen[bytes]) -> None:
 def free_port(host: str) -> int:
     """A port that is not in use at the moment."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ValueError(f"--host {host}: no address of this machine ({error})") from error
         return int(probe.getsockname()[1])
-
-
-@dataclass(frozen=True)
-class Address:
-    """The address that a server listens on, and how long it may be silent.
-
-    Example: ``Address("127.0.0.1", port=0, lease_s=30.0)``, at a free port.
-    """
-
-    host: str
-    port: int
-    lease_s: float
 
 
 def serve(
     config: Config,
-    run_dir: Path,
-    address: Address,
+    *,
+    host: str,
+    port: int,
+    lease_s: float,
     environment: Mapping[str, str],
     multimodal: MultimodalConfig | None = None,
 ) -> None:
     """Runs a server and renews its registration until the server ends, this process is told to end,
-    or the trainer has removed the registration. ``multimodal``: None where no prompt has images.
+    or the trainer has removed the registration. ``port``: 0 for a free one. ``lease_s``: how long
+    it may be silent. ``multimodal``: None where no prompt has images.
 
     Raises:
         ValueError: the server did not start, or it ended.
     """
     require_vllm()
-    folder = run_dir / FOLDER
+    folder = Path(config.run_dir) / FOLDER
     secret = run_secret(folder)
-    port = address.port or free_port(address.host)
-    url = f"http://{address.host}:{port}"
+    port = port or free_port(host)
+    url = f"http://{host}:{port}"
     command = server_command(
-        config.model.path,
-        config.rollout,
-        multimodal,
-        seed=config.seed,
-        host=address.host,
-        port=port,
+        config.model.path, config.rollout, multimodal, seed=config.seed, host=host, port=port
     )
     process = start_server(command, environment, secret)
     lease: Lease | None = None
@@ -170,10 +159,10 @@ def serve(
             time.sleep(1.0)
         name = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
         settings = served_settings(config.rollout)
-        lease = Lease(folder, Registration(name, url, 0, address.lease_s, settings))
-        logger.info("server %s: %s waits for a trainer in %s", name, url, run_dir)
+        lease = Lease(folder, Registration(name, url, 0, lease_s, settings))
+        logger.info("server %s: %s waits for a trainer in %s", name, url, config.run_dir)
         while lease.is_held:
-            time.sleep(address.lease_s / _BEATS_A_LEASE)
+            time.sleep(lease_s / _BEATS_A_LEASE)
             _refuse_ended(process, "ended")
             if is_well(url, secret):
                 lease.renew()

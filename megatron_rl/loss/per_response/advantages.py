@@ -15,21 +15,20 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import estimator
 from megatron_rl.loss.per_response.evidence import Evidence
 from megatron_rl.loss.segments import Segments, segments_of, where_correct
+from megatron_rl.loss.shapes import PerGroup, PerResponse, ResponseCounts, ResponseFlags
 
 ONE = 1e-6  # a total reward this close to 1 is 1: it is a sum of weighted parts
 
 
 @estimator()
-def zscore(
-    rewards: Float[Tensor, " responses"], groups: Segments, eps: float, ddof: int
-) -> Float[Tensor, " responses"]:
+def zscore(rewards: PerResponse, groups: Segments, eps: float, ddof: int) -> PerResponse:
     """(r_i - mean) / (std + eps).
 
     Source: GRPO (arXiv 2402.03300) section 4.1.2. verl and EasyR1 use ddof 1.
@@ -38,13 +37,13 @@ def zscore(
 
 
 @estimator()
-def centered(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
+def centered(rewards: PerResponse, groups: Segments) -> PerResponse:
     """r_i - mean. Source: Dr. GRPO (arXiv 2503.20783)."""
     return _where_spread(rewards, groups, rewards - groups.broadcast(groups.mean(rewards)))
 
 
 @estimator()
-def rloo(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
+def rloo(rewards: PerResponse, groups: Segments) -> PerResponse:
     """r_i - mean of the other responses = G / (G - 1) (r_i - mean).
 
     Source: RLOO (arXiv 2402.14740).
@@ -54,9 +53,7 @@ def rloo(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor
 
 
 @estimator()
-def opo(
-    rewards: Float[Tensor, " responses"], lengths: Int[Tensor, " responses"], groups: Segments
-) -> Float[Tensor, " responses"]:
+def opo(rewards: PerResponse, lengths: ResponseCounts, groups: Segments) -> PerResponse:
     """r_i - sum(L r) / sum(L), the length-weighted baseline. Source: OPO (arXiv 2505.23585)."""
     tokens = lengths.to(rewards.dtype)
     baseline = groups.sum(tokens * rewards) / groups.sum(tokens).clamp(min=1)
@@ -65,8 +62,8 @@ def opo(
 
 @estimator()
 def reinforce_pp_baseline(
-    rewards: Float[Tensor, " responses"], lengths: Int[Tensor, " responses"], groups: Segments
-) -> Float[Tensor, " responses"]:
+    rewards: PerResponse, lengths: ResponseCounts, groups: Segments
+) -> PerResponse:
     """(a_i - m) / sqrt(v + 1e-8), a_i = r_i - group mean, whitened over the batch's tokens.
 
     m and v are mean and unbiased variance of a over all response tokens of the batch. Groups
@@ -83,7 +80,7 @@ def reinforce_pp_baseline(
 
 
 @estimator()
-def gpg(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
+def gpg(rewards: PerResponse, groups: Segments) -> PerResponse:
     """B / (B - M) (r_i - mean): B responses in the batch, M of them in groups without spread.
 
     0 if B = M. Source: GPG (arXiv 2504.02546).
@@ -94,7 +91,7 @@ def gpg(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor,
 
 
 @estimator(unit_rewards=True)
-def tree(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
+def tree(rewards: PerResponse, groups: Segments) -> PerResponse:
     """(r_i - mu) / (mu (1 - mu)), 0 where mu is 0 or 1; mu the group mean, rewards in [0, 1].
 
     Source: TreeRPO (arXiv 2506.05183), as in MAPO (arXiv 2509.18849) fig. 3.
@@ -105,14 +102,14 @@ def tree(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor
 
 @estimator(min_group=1)  # a group of one has a meaning: its reward beside the filter's prior
 def krpo(
-    rewards: Float[Tensor, " responses"],
+    rewards: PerResponse,
     groups: Segments,
     *,
     initial_mean: float = 0.0,
     initial_variance: PositiveFloat = 1.0,
     process_noise: NonNegativeFloat = 1e-5,
     measurement_noise: PositiveFloat = 1e-2,
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """(r_i - x_i) / (sqrt(P_i) + 1e-8); x_i, P_i: Kalman filter after rewards 1..i of the group.
 
     P' = P + process_noise; K = P' / (P' + measurement_noise); x = x + K (r - x); P = (1 - K) P'.
@@ -138,12 +135,12 @@ def krpo(
 
 @estimator(min_group=1)
 def signed(
-    correct: Bool[Tensor, " responses"],
+    correct: ResponseFlags,
     dtype: torch.dtype,
     *,
     positive: NonNegativeFloat,
     negative: NonNegativeFloat,
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """+positive if correct else -negative; no baseline, so a group without spread keeps its sign.
 
     Source: arXiv 2506.01347 section 3: PSR (1, 0), NSR (0, 1), W-REINFORCE (0.1, 1).
@@ -153,9 +150,9 @@ def signed(
 
 @estimator()
 def lead(
-    correct: Bool[Tensor, " responses"],
-    lengths: Int[Tensor, " responses"],
-    accuracy: Float[Tensor, " groups"],
+    correct: ResponseFlags,
+    lengths: ResponseCounts,
+    accuracy: PerGroup,
     groups: Segments,
     eps: float,
     ddof: int,
@@ -166,7 +163,7 @@ def lead(
     weight_range: NonNegativeFloat = 1.1,
     weight_slope: float = 10.0,
     weight_midpoint: Annotated[float, Field(ge=0, le=1)] = 0.75,
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """A_i w(p) if A_i > 0 else A_i w(1 - p), with A = zscore(R).
 
     R_i = exp(-length_decay z_i) if correct else incorrect_reward,
@@ -201,15 +198,15 @@ def _one_is_reached(largest: float, *, success: str) -> tuple[str, str] | None:
 
 @estimator(unit_rewards=True, check_rewards=_one_is_reached)
 def mixed(
-    rewards: Float[Tensor, " responses"],
-    plain_rewards: Float[Tensor, " responses"],
-    correct: Bool[Tensor, " responses"],
+    rewards: PerResponse,
+    plain_rewards: PerResponse,
+    correct: ResponseFlags,
     groups: Segments,
     eps: float,
     ddof: int,
     *,
     success: Literal["reward_is_one", "correct"] = "reward_is_one",
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """(1 - l) zscore + l apd, l = 1 - 4 p (1 - p), p the share of successes of the group.
 
     A success is a total reward of exactly 1, as in the paper (eq. 3), or a correct response. The
@@ -226,9 +223,7 @@ def mixed(
 
 
 @estimator(unit_rewards=True)
-def apd(
-    rewards: Float[Tensor, " responses"], groups: Segments, eps: float
-) -> Float[Tensor, " responses"]:
+def apd(rewards: PerResponse, groups: Segments, eps: float) -> PerResponse:
     """(r_i - mu) / (mu + eps): advantage percent deviation, rewards in [0, 1].
 
     Source: MAPO (arXiv 2509.18849) eq. 4.
@@ -259,7 +254,7 @@ def durian(
     reasoning: NonNegativeFloat = 0.2,
     reasoning_bins: PositiveInt = 12,
     normalize: bool = True,
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """group zscore + perceptual A_p + reasoning A_r, A_b = (r_i - own group mean) / (s_b + eps).
 
     s_b is the sample std of all rewards in the bucket b around the bucket's mean; A_b is 0 in a
@@ -283,7 +278,7 @@ def durian(
     return total
 
 
-def quarters(entropy: Float[Tensor, " groups"]) -> Int[Tensor, " groups"]:
+def quarters(entropy: PerGroup) -> Int[Tensor, " groups"]:
     """0 where entropy <= its first quartile, else 2 where >= the third, else 1.
 
     Quantiles are interpolated linearly.
@@ -293,7 +288,7 @@ def quarters(entropy: Float[Tensor, " groups"]) -> Int[Tensor, " groups"]:
     return torch.where(entropy <= low, 0, torch.where(entropy >= high, 2, 1))
 
 
-def quantile_bins(values: Float[Tensor, " groups"], bins: int) -> Int[Tensor, " groups"]:
+def quantile_bins(values: PerGroup, bins: int) -> Int[Tensor, " groups"]:
     """Index of [q_j, q_{j+1}) holding the value, q the j / bins quantiles; the last is closed."""
     inner = torch.linspace(0, 1, bins + 1, dtype=values.dtype, device=values.device)[1:-1]
     # A value on an edge is in the bin above it.
@@ -312,8 +307,8 @@ def _bucketed(rewards: Tensor, groups: Segments, bucket_of_group: Tensor, eps: f
 
 @estimator(min_group="k")
 def pass_at_k(
-    correct: Bool[Tensor, " responses"], dtype: torch.dtype, groups: Segments, *, k: PositiveInt = 4
-) -> Float[Tensor, " responses"]:
+    correct: ResponseFlags, dtype: torch.dtype, groups: Segments, *, k: PositiveInt = 4
+) -> PerResponse:
     """(1 - R) / s if correct else (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / s; 0 if s = 0.
 
     R = 1 - C(W, k) / C(N, k) is the expected best of k and s = sqrt(R (1 - R)), for N responses of

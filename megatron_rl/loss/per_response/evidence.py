@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.loss.batch import ResponseBatch, given
 from megatron_rl.loss.segments import Segments
+from megatron_rl.loss.shapes import PerGroup, PerResponse, ResponseCounts, ResponseFlags, Scalar
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,25 @@ class Evidence:
     """
 
     batch: ResponseBatch
-    rewards: Float[Tensor, " responses"]
-    plain_rewards: Float[Tensor, " responses"]
+    rewards: PerResponse
+    plain_rewards: PerResponse
     groups: Segments
-    accuracy: Float[Tensor, " groups"]
-    omega: Float[Tensor, ""]
+    accuracy: PerGroup
+    omega: Scalar
     eps: float
     ddof: int
 
     @property
-    def correct(self) -> Bool[Tensor, " responses"]:
+    def correct(self) -> ResponseFlags:
         return self.batch.correct
 
     @property
-    def lengths(self) -> Int[Tensor, " responses"]:
+    def lengths(self) -> ResponseCounts:
         """Response tokens."""
         return self.batch.response_tokens
 
     @property
-    def share(self) -> Float[Tensor, " responses"]:
+    def share(self) -> PerResponse:
         """The group's accuracy, at each response."""
         return self.groups.broadcast(self.accuracy)
 

@@ -6,28 +6,14 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
-from torch import Tensor
 
 from megatron_rl.knobs import Piece
 from megatron_rl.loss.segments import Segments
+from megatron_rl.loss.shapes import PerResponse, ResponseCounts, ResponseFlags, TokenIndex
 
 
-def informative_groups(
-    correct: Bool[Tensor, " responses"], groups: Segments
-) -> Bool[Tensor, " groups"]:
-    """0 < sum(correct) < G: both outcomes seen.
-
-    Source: DAPO (arXiv 2503.14476) eq. 11, dynamic sampling.
-    """
-    right = groups.sum(correct)
-    return (right > 0) & (right < groups.count)
-
-
-def not_all_correct(
-    correct: Bool[Tensor, " responses"], groups: Segments
-) -> Bool[Tensor, " responses"]:
+def not_all_correct(correct: ResponseFlags, groups: Segments) -> ResponseFlags:
     """False for every response of a group whose responses are all correct."""
     return groups.broadcast(groups.sum(correct) < groups.count)
 
@@ -45,11 +31,8 @@ class Overlong(Piece):
     max_tokens: PositiveInt | None = None
 
     def penalty(
-        self,
-        response_tokens: Int[Tensor, " responses"],
-        dtype: torch.dtype,
-        response_limit: int | None = None,
-    ) -> Float[Tensor, " responses"]:
+        self, response_tokens: ResponseCounts, dtype: torch.dtype, response_limit: int | None = None
+    ) -> PerResponse:
         limit = self.max_tokens or response_limit
         if limit is None:
             raise ValueError(
@@ -61,13 +44,13 @@ class Overlong(Piece):
 
 
 def repeated_tail(
-    token_ids: Int[Tensor, " tokens"],
-    response_tokens: Int[Tensor, " responses"],
-    candidates: Bool[Tensor, " responses"],
+    token_ids: TokenIndex,
+    response_tokens: ResponseCounts,
+    candidates: ResponseFlags,
     *,
     min_block: int,
     max_block: int,
-) -> Bool[Tensor, " responses"]:
+) -> ResponseFlags:
     """True where a candidate ends in a block of min_block to max_block tokens written twice.
 
     The tokens are those of all responses, one after another.
@@ -96,11 +79,11 @@ class Repetition(Piece):
 
     def of(
         self,
-        token_ids: Int[Tensor, " tokens"],
-        response_tokens: Int[Tensor, " responses"],
-        truncated: Bool[Tensor, " responses"],
+        token_ids: TokenIndex,
+        response_tokens: ResponseCounts,
+        truncated: ResponseFlags,
         dtype: torch.dtype,
-    ) -> Float[Tensor, " responses"]:
+    ) -> PerResponse:
         blocks = {"min_block": self.min_block_tokens, "max_block": self.max_block_tokens}
         repeated = repeated_tail(token_ids, response_tokens, truncated, **blocks)
         return -self.penalty * repeated.to(dtype)
@@ -122,10 +105,7 @@ class Curiosity(Piece):
     end: NonNegativeFloat = 0.0
 
     def bonus(
-        self,
-        rewards: Float[Tensor, " responses"],
-        mean_logprobs: Float[Tensor, " responses"],
-        progress: float,
-    ) -> Float[Tensor, " responses"]:
+        self, rewards: PerResponse, mean_logprobs: PerResponse, progress: float
+    ) -> PerResponse:
         weight = self.start + (self.end - self.start) * progress
         return weight * torch.minimum(rewards.abs() / self.kappa, -self.alpha * mean_logprobs)

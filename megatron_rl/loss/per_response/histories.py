@@ -8,25 +8,25 @@ checkpoint holds is resumed exactly.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.loss.choices import estimator
 from megatron_rl.loss.per_response.advantages import over
 from megatron_rl.loss.segments import Segments
+from megatron_rl.loss.shapes import PerGroup, PerResponse, ResponseCounts
 
 ROUNDING = 1e-12  # two float64 means of the same rewards differ by less of themselves
 
 
 @estimator()
 def smoothed(
-    rewards: Float[Tensor, " responses"],
+    rewards: PerResponse,
     groups: Segments,
-    visits: Int[Tensor, " responses"],
-    history_mean: Float[Tensor, " responses"],
-    history_var: Float[Tensor, " responses"],
+    visits: ResponseCounts,
+    history_mean: PerResponse,
+    history_var: PerResponse,
     eps: float,
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """Of S_new and S_all the one of smaller magnitude, at visit i of a prompt:
     S_new = (i-1)/i A_new + 1/i A_all, S_all = 1/i A_new + (i-1)/i A_all.
 
@@ -47,12 +47,12 @@ def smoothed(
 
 
 def after_visit(
-    rewards: Float[Tensor, " responses"],
+    rewards: PerResponse,
     groups: Segments,
-    visits: Int[Tensor, " responses"],
-    history_mean: Float[Tensor, " responses"],
-    history_var: Float[Tensor, " responses"],
-) -> tuple[Int[Tensor, " responses"], Float[Tensor, " responses"], Float[Tensor, " responses"]]:
+    visits: ResponseCounts,
+    history_mean: PerResponse,
+    history_var: PerResponse,
+) -> tuple[ResponseCounts, PerResponse, PerResponse]:
     """(visits, mean, variance) of each response's prompt with this visit in it, in float64.
 
     mean' = mean + (m - mean) / (n + 1), var' = (n var + s^2 + n/(n + 1) (m - mean)^2) / (n + 1),
@@ -68,9 +68,7 @@ def after_visit(
     return visits + 1, mean + moved / (n + 1), merged
 
 
-def _of_this_visit(
-    rewards: Tensor, groups: Segments
-) -> tuple[Float[Tensor, " groups"], Float[Tensor, " groups"]]:
+def _of_this_visit(rewards: Tensor, groups: Segments) -> tuple[PerGroup, PerGroup]:
     """Mean and sample variance of each group, 0 exactly where there is no spread."""
     rewards = rewards.double()
     var = groups.std(rewards, ddof=1).square()

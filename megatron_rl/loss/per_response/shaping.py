@@ -10,27 +10,27 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import shaper
 from megatron_rl.loss.segments import Segments, segments_of
+from megatron_rl.loss.shapes import PerResponse, ResponseCounts, ResponseFlags, Scalar
 
 EasyForm = Literal["paper", "released"]
 
 
 @shaper
 def stcr(
-    advantages: Float[Tensor, " responses"],
-    correct: Bool[Tensor, " responses"],
-    lengths: Int[Tensor, " responses"],
+    advantages: PerResponse,
+    correct: ResponseFlags,
+    lengths: ResponseCounts,
     groups: Segments,
     *,
     mu: Annotated[float, Field(ge=1)] = 1.0001,
     window: Literal["group", "batch"] = "group",
     only_negative: bool = False,
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """A_i (2 - mu^(Lbar - L_i)) if incorrect and L_i > Lbar, else A_i; the factor is in [1, 2).
 
     Lbar is the mean length of the correct responses of the window, group or whole batch; without
@@ -52,12 +52,8 @@ def stcr(
 
 @shaper
 def ddas(
-    advantages: Float[Tensor, " responses"],
-    share: Float[Tensor, " responses"],
-    omega: Float[Tensor, ""],
-    *,
-    easy_form: EasyForm = "paper",
-) -> Float[Tensor, " responses"]:
+    advantages: PerResponse, share: PerResponse, omega: Scalar, *, easy_form: EasyForm = "paper"
+) -> PerResponse:
     """omega/2 A / sqrt(p) + (1 - omega)/2 A / sqrt(1 - p); unchanged where p is 0 or 1.
 
     ``easy_form``: that of ``easy_focused``.
@@ -69,9 +65,7 @@ def ddas(
 
 
 @shaper
-def ass(
-    advantages: Float[Tensor, " responses"], omega: Float[Tensor, ""], *, alpha: PositiveFloat = 1.0
-) -> Float[Tensor, " responses"]:
+def ass(advantages: PerResponse, omega: Scalar, *, alpha: PositiveFloat = 1.0) -> PerResponse:
     """A min(1, omega / alpha) if A > 0 else A.
 
     Source: A-GRAE (arXiv 2602.05548) eq. 13 (alpha 1; 0.5 for multimodal models).
@@ -81,11 +75,8 @@ def ass(
 
 @shaper
 def sign_scale(
-    advantages: Float[Tensor, " responses"],
-    *,
-    positive: NonNegativeFloat = 1.0,
-    negative: NonNegativeFloat = 1.0,
-) -> Float[Tensor, " responses"]:
+    advantages: PerResponse, *, positive: NonNegativeFloat = 1.0, negative: NonNegativeFloat = 1.0
+) -> PerResponse:
     """positive A if A > 0, negative A if A < 0.
 
     Source: A-GRAE (arXiv 2602.05548) section 4.1 (positive 10 or 0.1).
@@ -94,9 +85,7 @@ def sign_scale(
 
 
 @shaper
-def hard_focused(
-    advantages: Float[Tensor, " responses"], share: Float[Tensor, " responses"]
-) -> Float[Tensor, " responses"]:
+def hard_focused(advantages: PerResponse, share: PerResponse) -> PerResponse:
     """0.5 A / sqrt(p); unchanged where p is 0 or 1.
 
     Source: A-GRAE (arXiv 2602.05548) section 4.1.
@@ -106,11 +95,8 @@ def hard_focused(
 
 @shaper
 def easy_focused(
-    advantages: Float[Tensor, " responses"],
-    share: Float[Tensor, " responses"],
-    *,
-    easy_form: EasyForm = "paper",
-) -> Float[Tensor, " responses"]:
+    advantages: PerResponse, share: PerResponse, *, easy_form: EasyForm = "paper"
+) -> PerResponse:
     """0.5 A / sqrt(1 - p); unchanged where p is 0 or 1.
 
     ``easy_form`` released divides by 1 - sqrt(p) + 1e-6 instead: at p = 0.75 by 0.134, not 0.5.
@@ -124,25 +110,22 @@ def easy_focused(
 
 @shaper
 def focal(
-    advantages: Float[Tensor, " responses"],
-    share: Float[Tensor, " responses"],
-    *,
-    gamma: NonNegativeFloat = 0.5,
-) -> Float[Tensor, " responses"]:
+    advantages: PerResponse, share: PerResponse, *, gamma: NonNegativeFloat = 0.5
+) -> PerResponse:
     """A (1 - p)^gamma. Source: F-GRPO (arXiv 2602.06717)."""
     return advantages * (1 - share) ** gamma
 
 
 @shaper
 def confidence_gap(
-    advantages: Float[Tensor, " responses"],
-    share: Float[Tensor, " responses"],
-    prompt_confidence: Float[Tensor, " responses"],
-    response_confidence: Float[Tensor, " responses"],
+    advantages: PerResponse,
+    share: PerResponse,
+    prompt_confidence: PerResponse,
+    response_confidence: PerResponse,
     *,
     alpha: NonNegativeFloat = 0.3,
     tail: Annotated[float, Field(gt=0, le=1)] = 0.2,
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """A + alpha (c(q) - c(o)) where p is strictly inside (0, 1), else A.
 
     c is ``tails.tail_confidence`` of the prompt and of the response, over the ``tail`` share of

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
+
+from megatron_rl.loss.shapes import PerToken, TokenIndex
 
 ROUNDING = 1e-9  # share * tokens that is whole but for its last bit is not rounded up
 
 
 def tail_confidence(
-    logprobs: Float[Tensor, " tokens"],
-    index: Int[Tensor, " tokens"],
-    num_rows: int,
-    *,
-    tail: float,
+    logprobs: PerToken, index: TokenIndex, num_rows: int, *, tail: float
 ) -> Float[Tensor, " rows"]:
     """exp(mean logprob of the ``tail`` share of least likely tokens) of each row, in (0, 1].
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float, Int
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import aggregation
 from megatron_rl.loss.per_token.whole_responses import WholeResponses, num_up_to_quantile
+from megatron_rl.loss.shapes import PerToken, ResponseCounts, Scalar, TokenIndex, TokenMask
 
 
 @aggregation
 def seq_mean_token_mean(
     num_responses: int,
-    response_loss_tokens: Int[Tensor, " responses"],
-    response_index: Int[Tensor, " tokens"],
+    response_loss_tokens: ResponseCounts,
+    response_index: TokenIndex,
     dtype: torch.dtype,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """1 / (num_responses L_i), L_i loss tokens of the response: mean over means.
 
     Source: GRPO (arXiv 2402.03300) eq. 3.
@@ -33,9 +33,7 @@ def seq_mean_token_mean(
 
 
 @aggregation
-def token_mean(
-    num_tokens: int, response_index: Int[Tensor, " tokens"], dtype: torch.dtype
-) -> Float[Tensor, " tokens"]:
+def token_mean(num_tokens: int, response_index: TokenIndex, dtype: torch.dtype) -> PerToken:
     """1 / num_tokens: every loss token of the minibatch counts the same.
 
     Source: DAPO (arXiv 2503.14476) eq. 8.
@@ -45,8 +43,8 @@ def token_mean(
 
 @aggregation
 def seq_mean_token_sum(
-    num_responses: int, response_index: Int[Tensor, " tokens"], dtype: torch.dtype
-) -> Float[Tensor, " tokens"]:
+    num_responses: int, response_index: TokenIndex, dtype: torch.dtype
+) -> PerToken:
     """1 / num_responses: sum over a response, mean over responses."""
     return _constant(1 / max(num_responses, 1), response_index, dtype)
 
@@ -55,11 +53,11 @@ def seq_mean_token_sum(
 def seq_mean_token_sum_norm(
     num_responses: int,
     response_limit: int | None,
-    response_index: Int[Tensor, " tokens"],
+    response_index: TokenIndex,
     dtype: torch.dtype,
     *,
     norm_len: PositiveInt | None = None,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """1 / (num_responses norm_len), a constant length; null is the response limit.
 
     Source: Dr. GRPO (arXiv 2503.20783), its released code; the paper drops the length altogether.
@@ -75,13 +73,13 @@ def seq_mean_token_sum_norm(
 
 @aggregation
 def token_mean_by_entropy(
-    entropy: Float[Tensor, " tokens"],
+    entropy: PerToken,
     responses: WholeResponses,
-    response_loss_tokens: Int[Tensor, " responses"],
+    response_loss_tokens: ResponseCounts,
     *,
     quantile: Annotated[float, Field(ge=0, le=1)] = 0.8,
     reasoning: NonNegativeFloat = 0.0,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """1 / (low-entropy tokens), and reasoning / (reasoning tokens) at those: a mean over each set.
 
     A token is one of reasoning where its entropy is above the quantile of its response. How many
@@ -96,11 +94,7 @@ def token_mean_by_entropy(
     return torch.where(reasons, reasoning * of_high, of_low)
 
 
-def weighted_sum(
-    values: Float[Tensor, " tokens"],
-    weights: Float[Tensor, " tokens"],
-    loss_mask: Bool[Tensor, " tokens"],
-) -> Float[Tensor, ""]:
+def weighted_sum(values: PerToken, weights: PerToken, loss_mask: TokenMask) -> Scalar:
     """sum of values weights over the mask; 0 for an empty mask.
 
     A value outside the mask is never used, NaN included.

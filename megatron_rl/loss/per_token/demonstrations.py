@@ -9,26 +9,26 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
 from megatron_rl.loss.per_token.response_losses import Clipped, clipped
+from megatron_rl.loss.shapes import PerToken, ResponseFlags, TokenIndex
 
 
-def forward_kl(log_u: Float[Tensor, " tokens"], alpha: float) -> Float[Tensor, " tokens"]:
+def forward_kl(log_u: PerToken, alpha: float) -> PerToken:
     """u - 1 - log u: over samples of the initial policy a mean of KL(initial, current)."""
     return torch.expm1(log_u) - log_u
 
 
-def js(log_u: Float[Tensor, " tokens"], alpha: float) -> Float[Tensor, " tokens"]:
+def js(log_u: PerToken, alpha: float) -> PerToken:
     """u log u - (u + 1) log((u + 1) / 2), which makes the Jensen-Shannon divergence, doubled."""
     grown = torch.expm1(log_u)
     return (grown + 1) * log_u - (grown + 2) * torch.log1p(grown / 2)
 
 
-def alpha_divergence(log_u: Float[Tensor, " tokens"], alpha: float) -> Float[Tensor, " tokens"]:
+def alpha_divergence(log_u: PerToken, alpha: float) -> PerToken:
     """(u^(1 - alpha) - (1 - alpha) u - alpha) / (alpha (alpha - 1))."""
     power = torch.expm1((1 - alpha) * log_u)
     return (power - (1 - alpha) * torch.expm1(log_u)) / (alpha * (alpha - 1))
@@ -39,12 +39,12 @@ DIVERGENCES = {"forward_kl": forward_kl, "js": js, "alpha": alpha_divergence}
 
 @policy_loss()
 def dph(
-    logprobs: Float[Tensor, " tokens"],
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    ref_logprobs: Float[Tensor, " tokens"],
-    is_demonstration: Bool[Tensor, " responses"],
-    response_index: Int[Tensor, " tokens"],
+    logprobs: PerToken,
+    log_ratio: PerToken,
+    advantages: PerToken,
+    ref_logprobs: PerToken,
+    is_demonstration: ResponseFlags,
+    response_index: TokenIndex,
     *,
     divergence: Literal["forward_kl", "js", "alpha"],
     eta: NonNegativeFloat = 0.01,
@@ -69,11 +69,11 @@ def dph(
 
 @policy_loss()
 def rl_plus(
-    logprobs: Float[Tensor, " tokens"],
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    is_demonstration: Bool[Tensor, " responses"],
-    response_index: Int[Tensor, " tokens"],
+    logprobs: PerToken,
+    log_ratio: PerToken,
+    advantages: PerToken,
+    is_demonstration: ResponseFlags,
+    response_index: TokenIndex,
     *,
     gamma: NonNegativeFloat = 0.5,
     low: NonNegativeFloat = 0.2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from megatron_rl.loss.batch import LossOutput
 from megatron_rl.loss.per_token.aggregate import weighted_sum
 from megatron_rl.loss.per_token.terms import Terms
 from megatron_rl.loss.per_token.whole_responses import quantile_place
+from megatron_rl.loss.shapes import PerToken, Scalar, TokenMask
 
 
 class Peaks(NamedTuple):
@@ -28,7 +29,7 @@ class Peaks(NamedTuple):
     mean: float
 
 
-def find_peaks(entropies: Float[Tensor, " tokens"], quantile: float) -> Peaks:
+def find_peaks(entropies: PerToken, quantile: float) -> Peaks:
     """Of all loss tokens of a minibatch, in any order: H >= the quantile, interpolated linearly."""
     ordered = entropies.double().sort().values
     place = float(quantile_place(torch.tensor(len(ordered)), quantile))
@@ -66,12 +67,8 @@ class EntropyAnchor(Piece):
 
 
 def anchored(
-    entropy: Float[Tensor, " tokens"],
-    peaks: Float[Tensor, "4"],
-    loss_mask: Bool[Tensor, " tokens"],
-    *,
-    coef: float,
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    entropy: PerToken, peaks: Float[Tensor, "4"], loss_mask: TokenMask, *, coef: float
+) -> tuple[Scalar, Scalar]:
     """Contributions to coef (m - anchor)^2 and to m, the mean entropy over the peaks.
 
     ``peaks``: (threshold, num, mean, anchor) of the minibatch. Its mean is known before the first

@@ -6,16 +6,15 @@ import math
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.loss.choices import kl_weight
 from megatron_rl.loss.segments import Segments
+from megatron_rl.loss.shapes import PerGroup, PerResponse, PerToken, ResponseFlags
 
 
-def k1(
-    logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]
-) -> Float[Tensor, " tokens"]:
+def k1(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken:
     """-d, d = ref_logprobs - logprobs: unbiased, of either sign.
 
     Its gradient has mean 0 over samples, so as a loss it does not pull the policy back; use it in
@@ -24,16 +23,12 @@ def k1(
     return logprobs - ref_logprobs
 
 
-def k2(
-    logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]
-) -> Float[Tensor, " tokens"]:
+def k2(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken:
     """d^2 / 2, d = ref_logprobs - logprobs: biased, with the gradient of KL(policy, reference)."""
     return (ref_logprobs - logprobs).square() / 2
 
 
-def k3(
-    logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]
-) -> Float[Tensor, " tokens"]:
+def k3(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken:
     """exp(d) - d - 1, d = ref_logprobs - logprobs: unbiased, never negative, 0 at d = 0.
 
     No clamp; verl clamps d to [-20, 20] and the result to [-10, 10].
@@ -72,19 +67,19 @@ CURVES = {"exponential": dads_exponential, "linear": dads_linear, "cubic": dads_
 
 
 @kl_weight
-def constant(rewards: Float[Tensor, " responses"]) -> Float[Tensor, " responses"]:
+def constant(rewards: PerResponse) -> PerResponse:
     """1 for every response."""
     return torch.ones_like(rewards)
 
 
 @kl_weight
 def dads(
-    correct: Bool[Tensor, " responses"],
-    accuracy: Float[Tensor, " groups"],
+    correct: ResponseFlags,
+    accuracy: PerGroup,
     groups: Segments,
     *,
     curve: Literal["exponential", "linear", "cubic"] = "exponential",
-) -> Float[Tensor, " responses"]:
+) -> PerResponse:
     """f(d) for correct responses of groups with d != 0, else 1; d = 1 - accuracy, f the curve.
 
     Difficulty-adaptive divergence shaping: d is the share of incorrect responses. It touches only

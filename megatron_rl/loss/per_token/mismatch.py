@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.loss.choices import correction
 from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
+from megatron_rl.loss.shapes import PerToken, ResponseCounts, TokenIndex, TokenMask
 
 
 @correction("tis")
-def truncated_importance(gap: Float[Tensor, " tokens"], *, cap: float) -> Float[Tensor, " tokens"]:
+def truncated_importance(gap: PerToken, *, cap: float) -> PerToken:
     """w = min(exp(gap), cap), per token. Source: Yao et al. 2025, truncated importance sampling."""
     return gap.detach().exp().clamp(max=cap)
 
 
 @correction("icepop")
-def icepop(gap: Float[Tensor, " tokens"], *, cap: float) -> Float[Tensor, " tokens"]:
+def icepop(gap: PerToken, *, cap: float) -> PerToken:
     """w = exp(gap) where 1/cap <= exp(gap) <= cap, else 0.
 
     Source: IcePop (Ring-1T report, arXiv 2510.18855).
@@ -34,14 +34,14 @@ def icepop(gap: Float[Tensor, " tokens"], *, cap: float) -> Float[Tensor, " toke
 
 @correction("sequence_mask")
 def sequence_mask(
-    gap: Float[Tensor, " tokens"],
-    loss_mask: Bool[Tensor, " tokens"],
-    response_index: Int[Tensor, " tokens"],
-    response_loss_tokens: Int[Tensor, " responses"],
+    gap: PerToken,
+    loss_mask: TokenMask,
+    response_index: TokenIndex,
+    response_loss_tokens: ResponseCounts,
     sequence_sum: Callable[[Tensor], Tensor],
     *,
     cap: float,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """1 where the geometric-mean ratio of the response, exp(mean gap), is in [1/cap, cap], else 0.
 
     A response is kept or dropped as a whole: the tokens behind a strange one are strange too.

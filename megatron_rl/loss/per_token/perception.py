@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from megatron_rl.knobs import Piece
 from megatron_rl.loss.batch import LossOutput
 from megatron_rl.loss.per_token.aggregate import weighted_sum
 from megatron_rl.loss.per_token.terms import Terms
+from megatron_rl.loss.shapes import PerToken
 
 
 class Perception(Piece):
@@ -45,17 +45,10 @@ class Perception(Piece):
         }
         return LossOutput(loss, {"loss/perception": loss.detach(), **metrics})
 
-    def loss(
-        self,
-        logprobs: Float[Tensor, " tokens"],
-        masked_logprobs: Float[Tensor, " tokens"],
-        kl: Float[Tensor, " tokens"],
-    ) -> Float[Tensor, " tokens"]:
+    def loss(self, logprobs: PerToken, masked_logprobs: PerToken, kl: PerToken) -> PerToken:
         return -self.gamma * kl - self.eta * logprobs - self.eta_masked * masked_logprobs
 
-    def kl(
-        self, logprobs: Float[Tensor, " tokens"], masked_logprobs: Float[Tensor, " tokens"]
-    ) -> Float[Tensor, " tokens"]:
+    def kl(self, logprobs: PerToken, masked_logprobs: PerToken) -> PerToken:
         """min(exp(d) - d - 1, max_kl), d = masked_logprobs - logprobs within +-max_log_ratio.
 
         k3 of KL(policy given the image, policy given the masked image). It is maximized, so both

@@ -11,22 +11,22 @@ from collections.abc import Callable
 from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float, Int
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
+from megatron_rl.loss.shapes import PerToken, ResponseCounts, TokenIndex, TokenMask
 
 
 @policy_loss(clips=True)
 def ppo_clip(
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
+    log_ratio: PerToken,
+    advantages: PerToken,
     *,
     low: NonNegativeFloat = 0.2,
     high: NonNegativeFloat = 0.2,
     dual_c: Annotated[float, Field(gt=1)] | None = None,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """-min(rho A, clip(rho, 1 - low, 1 + high) A); with dual_c floored at dual_c A where A < 0.
 
     Source: PPO (arXiv 1707.06347) eq. 7; clip-higher: DAPO (arXiv 2503.14476) eq. 8; dual clip:
@@ -41,12 +41,12 @@ def ppo_clip(
 
 @policy_loss(sequence_ratio=True, clips=True)
 def gspo(
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
+    log_ratio: PerToken,
+    advantages: PerToken,
     *,
     low: NonNegativeFloat = 3e-4,
     high: NonNegativeFloat = 4e-4,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean log_ratio of the response).
 
     Source: GSPO (arXiv 2507.18071) eq. 5-7. With one token per response it is ``ppo_clip`` itself.
@@ -56,13 +56,13 @@ def gspo(
 
 @policy_loss(clips=True)
 def cispo(
-    logprobs: Float[Tensor, " tokens"],
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
+    logprobs: PerToken,
+    log_ratio: PerToken,
+    advantages: PerToken,
     *,
     low: NonNegativeFloat = 1.0,
     high: NonNegativeFloat = 2.0,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """-sg(clip(rho, 1 - low, 1 + high)) A logp: no token loses its gradient to the clip.
 
     low 1 means no lower bound. Source: MiniMax-M1 (arXiv 2506.13585) eq. 4-5.
@@ -72,28 +72,24 @@ def cispo(
 
 
 @policy_loss()
-def reinforce(
-    logprobs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]
-) -> Float[Tensor, " tokens"]:
+def reinforce(logprobs: PerToken, advantages: PerToken) -> PerToken:
     """-A logp. Source: Williams 1992; GPG (arXiv 2504.02546)."""
     return -advantages * logprobs
 
 
 @policy_loss()
-def ratio(
-    log_ratio: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]
-) -> Float[Tensor, " tokens"]:
+def ratio(log_ratio: PerToken, advantages: PerToken) -> PerToken:
     """-rho A, the importance-weighted objective without a clip."""
     return -log_ratio.exp() * advantages
 
 
 def sequence_log_ratio(
-    log_ratio: Float[Tensor, " tokens"],
-    loss_mask: Bool[Tensor, " tokens"],
-    response_index: Int[Tensor, " tokens"],
-    response_loss_tokens: Int[Tensor, " responses"],
+    log_ratio: PerToken,
+    loss_mask: TokenMask,
+    response_index: TokenIndex,
+    response_loss_tokens: ResponseCounts,
     sequence_sum: Callable[[Tensor], Tensor],
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """log s_i = mean of log rho over the response's loss tokens, at each of them, with gradient.
 
     ``sequence_sum`` adds the ranks that share a response (context parallelism).

@@ -10,13 +10,21 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
 from megatron_rl.loss.per_token.whole_responses import WholeResponses
 from megatron_rl.loss.segments import segments_of
+from megatron_rl.loss.shapes import (
+    PerResponse,
+    PerToken,
+    ResponseCounts,
+    ResponseFlags,
+    TokenIndex,
+    TokenMask,
+)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -25,9 +33,9 @@ class Clipped(NamedTuple):
     """What a loss returns whose bounds differ from token to token: values, and its bounds of the
     ratio, so that the shares of clipped tokens are logged."""
 
-    per_token: Float[Tensor, " tokens"]
-    lower: Float[Tensor, " tokens"]
-    upper: Float[Tensor, " tokens"]
+    per_token: PerToken
+    lower: PerToken
+    upper: PerToken
 
 
 def clipped(ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor) -> Clipped:
@@ -38,9 +46,9 @@ def clipped(ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor) -> 
 
 @policy_loss()
 def entropy_clip(
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    entropy: Float[Tensor, " tokens"],
+    log_ratio: PerToken,
+    advantages: PerToken,
+    entropy: PerToken,
     responses: WholeResponses,
     *,
     quantile: Share = 0.8,
@@ -62,13 +70,13 @@ def entropy_clip(
 
 @policy_loss()
 def simko(
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    entropy: Float[Tensor, " tokens"],
-    correct: Bool[Tensor, " responses"],
-    response_index: Int[Tensor, " tokens"],
+    log_ratio: PerToken,
+    advantages: PerToken,
+    entropy: PerToken,
+    correct: ResponseFlags,
+    response_index: TokenIndex,
     topk_logprobs: Float[Tensor, "tokens top_k"],
-    is_argmax: Bool[Tensor, " tokens"],
+    is_argmax: TokenMask,
     responses: WholeResponses,
     *,
     quantile: Share = 0.8,
@@ -100,9 +108,9 @@ def simko(
 
 @policy_loss()
 def adaptive_clip(
-    logprobs: Float[Tensor, " tokens"],
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
+    logprobs: PerToken,
+    log_ratio: PerToken,
+    advantages: PerToken,
     *,
     low: NonNegativeFloat = 0.16,
     high: NonNegativeFloat = 0.2,
@@ -122,15 +130,15 @@ def adaptive_clip(
 
 @policy_loss()
 def pacs(
-    logprobs: Float[Tensor, " tokens"],
-    log_ratio_sums: Float[Tensor, " responses"],
-    correct: Bool[Tensor, " responses"],
-    group_ids: Int[Tensor, " responses"],
-    response_loss_tokens: Int[Tensor, " responses"],
-    response_index: Int[Tensor, " tokens"],
+    logprobs: PerToken,
+    log_ratio_sums: PerResponse,
+    correct: ResponseFlags,
+    group_ids: ResponseCounts,
+    response_loss_tokens: ResponseCounts,
+    response_index: TokenIndex,
     *,
     beta: PositiveFloat = 1.0,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """w_i BCE(psi_i, correct_i) of response i, psi_i = rhat_i - mean of the others' rhat in its
     group, rhat_i = beta sum_t log rho_t; spread evenly over its tokens, so that their sum is it.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rl.knobs import Piece
 from megatron_rl.loss.batch import LossOutput
 from megatron_rl.loss.per_token.terms import Terms
+from megatron_rl.loss.shapes import Scalar
 
 
 class SelfReward(Piece):
@@ -38,19 +39,13 @@ class SelfReward(Piece):
         )
 
     def off(
-        self,
-        logprobs: Float[Tensor, " ends"],
-        start: Float[Tensor, ""],
-        correct: Bool[Tensor, " ends"],
+        self, logprobs: Float[Tensor, " ends"], start: Scalar, correct: Bool[Tensor, " ends"]
     ) -> Float[Tensor, " ends"]:
         """(r_s - correct)^2."""
         reward = self.beta * (logprobs - start.to(logprobs.dtype))
         return (reward - correct.to(logprobs.dtype)).square()
 
     def agrees(
-        self,
-        logprobs: Float[Tensor, " ends"],
-        start: Float[Tensor, ""],
-        correct: Bool[Tensor, " ends"],
+        self, logprobs: Float[Tensor, " ends"], start: Scalar, correct: Bool[Tensor, " ends"]
     ) -> Bool[Tensor, " ends"]:
         return (self.beta * (logprobs.detach() - start.to(logprobs.dtype)) > 0.5) == correct

@@ -6,12 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.loss.batch import TokenBatch, given
 from megatron_rl.loss.per_token.whole_responses import SequenceGather, WholeResponses
 from megatron_rl.loss.segments import lifted
+from megatron_rl.loss.shapes import (
+    PerToken,
+    ResponseCounts,
+    ResponseFlags,
+    Scalar,
+    TokenIndex,
+    TokenMask,
+)
 
 SequenceSum = Callable[[Tensor], Tensor]
 # Properties of Terms that a run has to give: who names one reads it, as if it were a column.
@@ -29,10 +36,10 @@ class Terms:
     """
 
     batch: TokenBatch
-    logprobs: Float[Tensor, " tokens"]
-    log_ratio: Float[Tensor, " tokens"]
-    advantages: Float[Tensor, " tokens"]
-    response_loss_tokens: Int[Tensor, " responses"]
+    logprobs: PerToken
+    log_ratio: PerToken
+    advantages: PerToken
+    response_loss_tokens: ResponseCounts
     num_responses: int
     num_tokens: int
     sequence_sum: SequenceSum
@@ -40,11 +47,11 @@ class Terms:
     response_limit: int | None  # tokens of the longest response the run allows, where known
 
     @property
-    def loss_mask(self) -> Bool[Tensor, " tokens"]:
+    def loss_mask(self) -> TokenMask:
         return self.batch.loss_mask
 
     @property
-    def response_index(self) -> Int[Tensor, " tokens"]:
+    def response_index(self) -> TokenIndex:
         return self.batch.response_index
 
     @property
@@ -53,14 +60,14 @@ class Terms:
         return self.logprobs.dtype
 
     @property
-    def gap(self) -> Float[Tensor, " tokens"]:
+    def gap(self) -> PerToken:
         """old_logprobs - sampler_logprobs, 0 outside the mask, detached."""
         old = lifted(self.batch.old_logprobs).to(self.dtype)
         gap = old - lifted(self._field("sampler_logprobs")).to(self.dtype)
         return gap.masked_fill(~self.loss_mask, 0).detach()
 
     @property
-    def entropy(self) -> Float[Tensor, " tokens"]:
+    def entropy(self) -> PerToken:
         """Of the current policy, in nats, 0 outside the mask, detached."""
         return self.column("entropy").detach()
 
@@ -79,16 +86,16 @@ class Terms:
         return values.masked_fill(outside, 0)
 
     @property
-    def correct(self) -> Bool[Tensor, " responses"]:
+    def correct(self) -> ResponseFlags:
         return self._field("correct")
 
     @property
-    def group_ids(self) -> Int[Tensor, " responses"]:
+    def group_ids(self) -> ResponseCounts:
         """Which prompt."""
         return self._field("group_ids")
 
     @property
-    def ref_logprobs(self) -> Float[Tensor, " tokens"]:
+    def ref_logprobs(self) -> PerToken:
         """Of the reference, 0 outside the mask."""
         logprobs = lifted(self._field("ref_logprobs")).to(self.dtype)
         return logprobs.masked_fill(~self.loss_mask, 0)
@@ -104,7 +111,7 @@ class Terms:
     def _field(self, name: str) -> Tensor:
         return given(getattr(self.batch, name), "TokenBatch", name)
 
-    def mean(self, values: Tensor) -> Float[Tensor, ""]:
+    def mean(self, values: Tensor) -> Scalar:
         """Contribution to the mean over the loss tokens of the minibatch, detached."""
         kept = values.detach().to(self.dtype).masked_fill(~self.loss_mask, 0)
         return kept.sum() / max(self.num_tokens, 1)

@@ -9,24 +9,23 @@ is one function here: inputs before the star, named after ``Terms``, knobs after
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
 from pydantic import NonNegativeFloat, PositiveFloat
-from torch import Tensor
 
 from megatron_rl.loss.choices import token_shaper
 from megatron_rl.loss.per_token.whole_responses import WholeResponses
+from megatron_rl.loss.shapes import PerResponse, PerToken, TokenIndex
 
 
 @token_shaper
 def zero_variance(
-    advantages: Float[Tensor, " tokens"],
-    entropy: Float[Tensor, " tokens"],
-    group_accuracy: Float[Tensor, " responses"],
-    response_index: Int[Tensor, " tokens"],
+    advantages: PerToken,
+    entropy: PerToken,
+    group_accuracy: PerResponse,
+    response_index: TokenIndex,
     responses: WholeResponses,
     *,
     alpha: NonNegativeFloat = 0.1,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """A where the group has both outcomes; alpha H_t where all of it is correct; else
     -alpha (max_k H_k - H_t), the maximum over the same response.
 
@@ -41,12 +40,12 @@ def zero_variance(
 
 @token_shaper
 def entropy_bonus(
-    advantages: Float[Tensor, " tokens"],
-    entropy: Float[Tensor, " tokens"],
+    advantages: PerToken,
+    entropy: PerToken,
     *,
     alpha: NonNegativeFloat = 0.4,
     kappa: PositiveFloat = 2.0,
-) -> Float[Tensor, " tokens"]:
+) -> PerToken:
     """A + min(alpha H_t, |A| / kappa); kappa > 1 keeps the sign of A.
 
     Source: arXiv 2506.14758, entropy-based advantage shaping.

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.knobs import Named
@@ -21,6 +20,7 @@ from megatron_rl.loss.per_token.response_losses import Clipped
 from megatron_rl.loss.per_token.terms import SequenceSum, Terms, terms_of
 from megatron_rl.loss.per_token.whole_responses import SequenceGather
 from megatron_rl.loss.segments import where_correct
+from megatron_rl.loss.shapes import PerToken, Scalar
 
 
 def token_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:
@@ -89,7 +89,7 @@ def token_loss(
     return LossOutput(loss, metrics)
 
 
-def token_advantages(terms: Terms, config: MethodConfig) -> Float[Tensor, " tokens"]:
+def token_advantages(terms: Terms, config: MethodConfig) -> PerToken:
     """The advantages of the responses at each token, shaped in order, detached."""
     advantages = terms.advantages
     for name, shaper in config.token_shaping.items():
@@ -102,9 +102,7 @@ def token_advantages(terms: Terms, config: MethodConfig) -> Float[Tensor, " toke
 Bounds = tuple[Tensor | float, Tensor | float]
 
 
-def policy_term(
-    terms: Terms, chosen: Named
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Bounds | None]:
+def policy_term(terms: Terms, chosen: Named) -> tuple[PerToken, PerToken, Bounds | None]:
     """The log ratio the loss clips (the sequence's under gspo), the per-token loss, and the bounds
     of the ratio where the loss has any."""
     policy_loss = POLICY_LOSSES[chosen.name]
@@ -141,9 +139,7 @@ def _check_per_token(who: str, values: Any, terms: Terms) -> None:
     )
 
 
-def kl_term(
-    terms: Terms, config: MethodConfig, weights: Tensor
-) -> tuple[Float[Tensor, ""], Float[Tensor, " tokens"] | None]:
+def kl_term(terms: Terms, config: MethodConfig, weights: Tensor) -> tuple[Scalar, PerToken | None]:
     """The KL part of the loss, and the estimator per token when a reference is given; a metric
     alone where no KL is in the loss."""
     zero = terms.logprobs.new_zeros(())
@@ -158,7 +154,7 @@ def kl_term(
     return weighted_sum(weighted, weights, terms.loss_mask), divergence
 
 
-def _kl_coefficients(terms: Terms, positive: float, negative: float) -> Float[Tensor, " tokens"]:
+def _kl_coefficients(terms: Terms, positive: float, negative: float) -> PerToken:
     """kl.coef, or that of the response's sign, times its KL weight, at each token."""
     per_response = terms.batch.kl_weights.to(terms.dtype)
     if positive == negative:
@@ -170,7 +166,7 @@ def _kl_coefficients(terms: Terms, positive: float, negative: float) -> Float[Te
     return per_response[terms.response_index]
 
 
-def mismatch_weights(terms: Terms, config: MismatchConfig) -> Float[Tensor, " tokens"] | None:
+def mismatch_weights(terms: Terms, config: MismatchConfig) -> PerToken | None:
     """Detached weights of the policy term, 1 where no sampler was at work; None without a
     correction."""
     if config.kind == "none":

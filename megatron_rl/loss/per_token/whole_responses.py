@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from megatron_rl.loss.shapes import PerToken, TokenIndex, TokenMask
 
 SequenceGather = Callable[[Tensor], Tensor]
 
@@ -21,12 +23,12 @@ class WholeResponses:
     no gradient, so what is read here is detached.
     """
 
-    index: Int[Tensor, " tokens"]
-    loss_mask: Bool[Tensor, " tokens"]
+    index: TokenIndex
+    loss_mask: TokenMask
     num_responses: int
     gather: SequenceGather
 
-    def quantile(self, values: Float[Tensor, " tokens"], share: float) -> Float[Tensor, " tokens"]:
+    def quantile(self, values: PerToken, share: float) -> PerToken:
         """The ``share``-quantile of a response's loss tokens, at each of its tokens.
 
         Interpolated linearly: between the values of rank floor(x) and floor(x) + 1, counted from 0,
@@ -49,7 +51,7 @@ class WholeResponses:
         low, high = (ranked[(start + rank).clamp(max=last)[self.index]] for rank in (below, above))
         return low + (place - below).to(low.dtype)[self.index] * (high - low)
 
-    def maximum(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    def maximum(self, values: PerToken) -> PerToken:
         """The largest value of a response's loss tokens, at each of its tokens."""
         index, values = self._everywhere(values)
         none_yet = values.new_full((self.num_responses + 1,), -torch.inf)

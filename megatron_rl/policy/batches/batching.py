@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,21 @@ from megatron_rl.policy.batches.packing_plan import Plan, PlanRule, plan_microba
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
 from megatron_rl.types import SequenceBatch, Sequences
+
+
+class _OnDemand(Sequence[Microbatch]):
+    """Micro-batches that are packed when they are taken first: a device then works on the ones
+    before."""
+
+    def __init__(self, pack: Callable[[int], Microbatch], count: int) -> None:
+        self._pack = cache(pack)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._pack(range(self._count)[number])
 
 
 @dataclass(frozen=True)
@@ -67,17 +84,20 @@ class Batching:
 
     def packed(
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, prompts: bool = False
-    ) -> list[Microbatch]:
-        """``microbatches`` (rows of ``batch``) as a pass takes them; ``prompts``: that of
-        ``Packer.pack``. Collective where experts are dispatched by all-gather."""
+    ) -> Sequence[Microbatch]:
+        """``microbatches`` (rows of ``batch``) as a pass takes them, each packed when it is first
+        taken; ``prompts``: that of ``Packer.pack``. Collective where experts are dispatched by
+        all-gather."""
         assert len(microbatches) % self.rule.multiple == 0, (
             f"{len(microbatches)} micro-batches do not form groups of {self.rule.multiple}"
         )
         totals = self._least_totals(batch, microbatches)
-        return [
-            self.packer.pack(batch, rows, total, prompts=prompts)
-            for rows, total in zip(microbatches, totals, strict=True)
-        ]
+        return _OnDemand(
+            lambda number: self.packer.pack(
+                batch, microbatches[number], totals[number], prompts=prompts
+            ),
+            len(microbatches),
+        )
 
     def _least_totals(
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]

@@ -197,11 +197,9 @@ class Packer:
         packing = self._packing(sequences, layout, padded)
         if self.vision is not None:
             self._look(packing, sequences, padded, everywhere, layout)
-        nothing = torch.zeros(0, dtype=torch.long)
-        predictions = (nothing, nothing, nothing)
+        state_rows, targets, index = (torch.zeros(0, dtype=torch.long),) * 3
         if rows:
-            predictions = _predictions(sequences, layout, prompts)
-        state_rows, targets, index = predictions
+            state_rows, targets, index = _predictions(sequences, layout, prompts)
         return Microbatch(
             token_ids=to_device(_token_ids(sequences, layout)[None], self.device),
             position_ids=to_device(layout.position[None], self.device),
@@ -315,7 +313,8 @@ def _predictions(
     position = layout.position
     begins = prompts - 1
     if prompts_too:
-        begins = torch.where(_is_owner(batch, sequences.chosen), 0, begins)
+        owners, _ = borrowed_prompts(batch, sequences.chosen, share=True)
+        begins = torch.where(owners == torch.arange(len(owners)), 0, begins)
     predicts = (position >= begins[sequence]) & (position < lengths[sequence] - 1)
     rows = predicts.nonzero().squeeze(1)
     borrowers = sequences.shared.nonzero().squeeze(1)
@@ -359,8 +358,3 @@ def _prompt_starts(batch: SequenceBatch) -> Tensor:
     """The first index of the prompt of each row."""
     lengths = batch.prompt_lengths
     return int(batch.response_lengths.sum()) + lengths.cumsum(0) - lengths
-
-
-def _is_owner(batch: SequenceBatch, chosen: Tensor) -> Tensor:
-    owners, _ = borrowed_prompts(batch, chosen, share=True)
-    return owners == torch.arange(len(chosen))

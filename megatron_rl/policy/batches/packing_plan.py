@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -274,11 +274,11 @@ def _leveled(plan: Plan, costs: Integers, tokens: Integers, budget: int) -> Plan
     micro-batch. It ends where the slowest rank is close to the mean, or nothing helps it.
     """
     plan = [[list(rows) for rows in rank] for rank in plan]
-    loads = np.array([_load(rank, costs) for rank in plan])
+    loads = np.array([sum(int(costs[rows].sum()) for rows in rank if rows) for rank in plan])
     enough = _LEVEL_ENOUGH * loads.mean()
     while loads.max() > enough:
         slowest = int(loads.argmax())
-        for fastest in _ascending(loads, _LIGHTEST_TRIED):
+        for fastest in loads.argsort(kind="stable")[:_LIGHTEST_TRIED].tolist():
             gap = int(loads[slowest] - loads[fastest])
             moved = _exchange(plan[slowest], plan[fastest], gap, costs, tokens, budget)
             if moved:
@@ -292,13 +292,6 @@ def _leveled(plan: Plan, costs: Integers, tokens: Integers, budget: int) -> Plan
         return -int(tokens[rows].sum()) if rows else 0, rows
 
     return [sorted(map(sorted, rank), key=largest_first) for rank in plan]
-
-
-def _ascending(loads: Integers, number: int) -> Iterator[int]:
-    """The ranks with the least load, at most ``number``. Mostly the first is enough: it alone is
-    found without sorting."""
-    yield int(loads.argmin())
-    yield from np.argsort(loads, kind="stable")[1:number].tolist()
 
 
 def _exchange(
@@ -348,11 +341,6 @@ def _exchange(
         fast[into[other]].remove(taken[other])
         slow[given_from[row]].append(int(taken[other]))
     return int(moved[row, other])
-
-
-def _load(microbatches: list[list[int]], costs: Integers) -> int:
-    """Cost of all rows of a rank."""
-    return sum(int(costs[rows].sum()) for rows in microbatches if rows)
 
 
 def _placed(microbatches: list[list[int]]) -> tuple[Integers, Integers]:

@@ -35,30 +35,21 @@ class WorkModel:
         assert self.crossover_tokens > 0
 
     @classmethod
-    def of_sizes(
-        cls, *, matrix_parameters: int, num_layers: int, attention_width: int
-    ) -> WorkModel:
-        """The model of these sizes: parameters in matrices that one token passes through (output
-        layer included, inactive experts not), and query heads x head dimension.
-
-        A token takes ``2 * matrix_parameters`` operations in matrices, and causal attention over n
-        tokens ``2 * num_layers * attention_width * n**2``. Example: Qwen2.5-7B (7.07e9 parameters,
-        28 layers, width 3584) has a crossover at 70,452 tokens.
-        """
-        return cls(matrix_parameters // (num_layers * attention_width))
-
-    @classmethod
     def of(cls, arch: Architecture) -> WorkModel:
-        """``of_sizes`` of a model, counted over its parameters. All layers are alike."""
+        """That of a model, counted over its parameters. All layers are alike.
+
+        A token takes two operations for each parameter in the matrices that it passes through
+        (output layer included, inactive experts not), and causal attention over n tokens
+        ``2 * num_layers * attention_width * n**2``, the width being query heads x head dimension.
+        Example: Qwen2.5-7B (7.07e9 parameters, 28 layers, width 3584) has a crossover at 70,454
+        tokens.
+        """
         of_layer = _matrix_parameters(arch, layer_parameters(arch, 0))
         if arch.num_experts:
             of_expert = _matrix_parameters(arch, expert_parameters(arch, 0, 0))
             of_layer += arch.experts_per_token * of_expert
-        return cls.of_sizes(
-            matrix_parameters=arch.num_layers * of_layer + arch.vocab_size * arch.hidden_size,
-            num_layers=arch.num_layers,
-            attention_width=arch.num_heads * arch.head_dim,
-        )
+        parameters = arch.num_layers * of_layer + arch.vocab_size * arch.hidden_size
+        return cls(parameters // (arch.num_layers * arch.num_heads * arch.head_dim))
 
     def work(self, tokens: Integers, context: Integers | int = 0) -> Integers:
         """Work of ``tokens`` tokens that follow ``context`` others, without that of the context

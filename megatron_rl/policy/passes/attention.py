@@ -143,13 +143,11 @@ class PackedAttention(MegatronModule):
         assert dropout == 0.0, (
             f"attention dropout is {dropout}; logprobs of two passes would differ"
         )
-        if pg_collection is None:
-            self.context_group = parallel_state.get_context_parallel_group()
-        else:
-            self.context_group = pg_collection.cp
-        self.scale = softmax_scale
-        if self.scale is None:
-            self.scale = 1.0 / math.sqrt(config.kv_channels)
+        given = pg_collection is not None
+        self.context_group = (
+            pg_collection.cp if given else parallel_state.get_context_parallel_group()
+        )
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
         self,
@@ -171,15 +169,10 @@ class PackedAttention(MegatronModule):
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """``[sequences, tokens, heads, head_dim]`` in and out."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        settings = dict(is_causal=mask is None, scale=self.scale)
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=grouped,
+            query, key, value, attn_mask=mask, enable_gqa=grouped, **settings
         )
         return out.transpose(1, 2)
 

@@ -159,14 +159,8 @@ class Totals:
     def add(self, loss: float, metrics: Mapping[str, float]) -> None:
         self.loss += loss
         for key, value in metrics.items():
-            if key not in self.metrics:
-                self.metrics[key] = value
-            else:
-                self.metrics[key] = (
-                    largest((self.metrics[key], value))
-                    if key.endswith("_max")
-                    else self.metrics[key] + value
-                )
+            both = (self.metrics[key], value) if key in self.metrics else (value,)
+            self.metrics[key] = largest(both) if key.endswith("_max") else sum(both)
 
 
 @dataclass(frozen=True)
@@ -189,11 +183,13 @@ class Passes:
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
         last stage)."""
-        lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
-        told = self.ranks.pipeline == 1 or self.chunks[0].config.variable_seq_lengths
-        assert told or len(lengths) == 1, (
-            f"pipeline stages expect micro-batches of one length: {lengths}"
-        )
+        length = 0  # without a pipeline megatron does not ask, and none need be packed for it
+        if self.ranks.pipeline > 1:
+            lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
+            assert self.chunks[0].config.variable_seq_lengths or len(lengths) == 1, (
+                f"pipeline stages expect micro-batches of one length: {lengths}"
+            )
+            length = max(lengths)
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, outputs=outputs)
         with torch.set_grad_enabled(backward):
@@ -203,7 +199,7 @@ class Passes:
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
                 # megatron divides by the context ranks
-                seq_length=max(lengths) * self.ranks.context,
+                seq_length=length * self.ranks.context,
                 micro_batch_size=1,
                 forward_only=not backward,
             )
@@ -222,9 +218,8 @@ class Passes:
                     f"output {output.name}: the policy computes no such quantity; give it a"
                     " function (Output.compute)"
                 )
-        temperature = microbatch.temperatures
-        if temperature is None:
-            temperature = self.temperature
+        given = microbatch.temperatures
+        temperature = self.temperature if given is None else given
         group = self.ranks.tensor_group if self.ranks.tensor > 1 else None
         return Head(temperature, self.vocab_size, LOGPROB_CHUNK_TOKENS, group, entropy, top_k)
 
@@ -238,7 +233,8 @@ class Passes:
             position_ids=microbatch.position_ids,
             attention_mask=None,
             packed_seq_params=microbatch.packing,
-            **({"fp32_output": False} if _casts(chunk) else {}),
+            # Float16Module would give float32, which only the few states that are used become.
+            **({"fp32_output": False} if chunk.config.bf16 else {}),
         )
         return output, partial(self._finish, chunk, microbatch, consume, outputs)
 
@@ -263,7 +259,7 @@ class Passes:
             for each in outputs
             if each.compute is not None
         }
-        values = TokenValues(values.logprobs, {**values.columns, **computed})
+        values = replace(values, columns={**values.columns, **computed})
         loss, data = consume(microbatch, values)
         # Without response tokens the graph must still reach every stage: the pipeline waits for a
         # gradient.
@@ -271,10 +267,6 @@ class Passes:
         for column in computed.values():
             connected = connected + column.sum() * 0
         return connected, torch.zeros([], dtype=torch.int, device=loss.device), data
-
-
-def _casts(chunk: torch.nn.Module) -> bool:
-    return bool(chunk.config.bf16)
 
 
 def _wait_for(chunk: torch.nn.Module, weight: Tensor) -> None:
@@ -345,19 +337,13 @@ def _numbers(
 ) -> list[tuple[float, dict[str, float]]]:
     """Losses and metrics of micro-batches as numbers, read from the device once (float64 holds what
     every smaller format holds)."""
-    if not contributions:
+    tensors = [each for loss, metrics in contributions for each in (loss, *metrics.values())]
+    if not tensors:
         return []
-    tensors: list[Tensor] = []
-    for loss, metrics in contributions:
-        tensors += [loss, *metrics.values()]
-    device = tensors[0].device
-    scalars = [tensor.to(device, torch.float64).reshape(()) for tensor in tensors]
+    scalars = [tensor.to(tensors[0].device, torch.float64).reshape(()) for tensor in tensors]
     values = iter(torch.stack(scalars).tolist())
-    numbers = []
-    for _, metrics in contributions:  # taken out in the order in which they went in above
-        loss_value = next(values)
-        numbers.append((loss_value, {key: next(values) for key in metrics}))
-    return numbers
+    # Taken out in the order in which they went in above.
+    return [(next(values), {key: next(values) for key in metrics}) for _, metrics in contributions]
 
 
 def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:

@@ -128,10 +128,8 @@ class _Logprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies, tokens)
         ctx.head = head
         fixed = [is_argmax]
-        if head.entropy != "grad":
-            fixed.append(entropies)
-        if not head.top_k:
-            fixed.append(topk)
+        fixed += [] if head.entropy == "grad" else [entropies]
+        fixed += [] if head.top_k else [topk]
         ctx.mark_non_differentiable(*fixed)  # the last call counts alone
         return logprobs, entropies, topk, is_argmax
 

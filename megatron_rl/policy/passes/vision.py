@@ -74,11 +74,10 @@ class VisionBatcher:
         for row, length in zip(rows, lengths, strict=True):
             own = () if batch.images is None else batch.images[row]
             prompt = batch.token_ids[offsets[row] : offsets[row] + prompt_lengths[row]]
-            own_grids = self._grids(row, own)
             is_image = prompt == self.vision.image_token
+            own_grids = self._grids(row, own, int(is_image.sum()))
             sizes = torch.tensor([self.num_tokens(grid) for grid in own_grids], dtype=torch.long)
-            self._check(row, int(is_image.sum()), sizes)
-            positions.append(rope_positions(is_image, length, self._in_tokens(own_grids)))
+            positions.append(rope_positions(is_image, length, own_grids, self.vision.merge))
             number = torch.full((length,), -1)
             feature = torch.zeros(length, dtype=torch.long)
             places = is_image.nonzero().squeeze(1)
@@ -93,30 +92,27 @@ class VisionBatcher:
             self, images, grids, torch.cat(positions, 1), torch.cat(numbers), torch.cat(features)
         )
 
-    def _grids(self, row: int, images: Sequence[Image]) -> list[Grid]:
+    def _grids(self, row: int, images: Sequence[Image], found: int) -> list[Grid]:
+        """``found``: image tokens in the prompt."""
         if images and self.processor is None:
             raise ValueError(
                 f"packing: row {row} has {len(images)} images, but the policy was built without an"
                 " image processor; give PolicySettings.image_processor"
             )
-        return [self.processor.grid(image) for image in images] if self.processor else []
+        grids = [self.processor.grid(image) for image in images] if self.processor else []
+        wanted = sum(self.num_tokens(grid) for grid in grids)
+        if found != wanted:
+            raise ValueError(
+                f"packing: the prompt of row {row} has {found} image tokens"
+                f" ({self.vision.image_token}), but its {len(grids)} images take {wanted}; give the"
+                " images that the prompt was made with"
+            )
+        return grids
 
     def num_tokens(self, grid: Grid) -> int:
         """Image tokens of an image of so many patches."""
         time, rows, columns = grid
         return time * rows * columns // self.vision.merge**2
-
-    def _in_tokens(self, grids: Sequence[Grid]) -> list[Grid]:
-        merge = self.vision.merge
-        return [(time, rows // merge, columns // merge) for time, rows, columns in grids]
-
-    def _check(self, row: int, found: int, sizes: Tensor) -> None:
-        if found != int(sizes.sum()):
-            raise ValueError(
-                f"packing: the prompt of row {row} has {found} image tokens"
-                f" ({self.vision.image_token}), but its {len(sizes)} images take"
-                f" {int(sizes.sum())}; give the images that the prompt was made with"
-            )
 
 
 @dataclass(frozen=True)
@@ -160,15 +156,17 @@ class VisionInputs:
         )
 
 
-def rope_positions(is_image: Tensor, length: int, grids: Sequence[Grid]) -> Int[Tensor, "3 length"]:
+def rope_positions(
+    is_image: Tensor, length: int, grids: Sequence[Grid], merge: int
+) -> Int[Tensor, "3 length"]:
     """Time, row and column of each token of a sequence whose prompt is ``is_image``; ``grids``: of
-    each image, in tokens.
+    each image, in patches, ``merge`` by ``merge`` of which are a token.
 
     Text counts on by one in all three. An image stands at the next number, its rows and columns
     count from there, and text continues after its longer side.
 
-    Example, an image of 1 row and 2 columns between two tokens: time 0 1 1 3, row 0 1 1 3, column
-    0 1 2 3.
+    Example, an image of 1 row and 2 columns of tokens between two others: time 0 1 1 3, row 0 1 1
+    3, column 0 1 2 3.
 
     Source: get_rope_index of Qwen2.5-VL in transformers.
     """
@@ -177,13 +175,13 @@ def rope_positions(is_image: Tensor, length: int, grids: Sequence[Grid]) -> Int[
     done = 0  # tokens
     seen = 0  # image tokens
     position = 0
-    for time, rows, columns in grids:
+    for time, patch_rows, patch_columns in grids:
+        rows = patch_rows // merge
+        columns = patch_columns // merge
         first = places[seen]
         parts.append((torch.arange(first - done) + position).expand(3, -1))
         position += first - done
-        axes = torch.meshgrid(
-            torch.arange(time), torch.arange(rows), torch.arange(columns), indexing="ij"
-        )
+        axes = torch.meshgrid(*map(torch.arange, (time, rows, columns)), indexing="ij")
         parts.append(torch.stack(axes).reshape(3, -1) + position)
         position += max(rows, columns)
         seen += time * rows * columns

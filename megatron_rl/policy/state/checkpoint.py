@@ -15,7 +15,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,13 @@ from torch import Tensor
 from megatron_rl.checkpoints import directory, facts, safe_load
 from megatron_rl.checkpoints.part_writer import (
     BLOCK_BYTES,
-    HELD_SHARE,
-    Memory,
     PartWriter,
     Settings,
     saved_bytes,
 )
 from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.config.number_formats import format_name
-from megatron_rl.config.schema import ModelConfig, ParallelConfig
-from megatron_rl.models import Architecture
 from megatron_rl.policy.optimizer import create_state, parts
-from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.precision import plain
 from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.state.stored_state import (
@@ -61,26 +56,7 @@ WRITER_THREADS = {"cuda": 4, "cpu": 1}
 # Blocks of host memory of a save that is waited for: one is filled while others are written.
 _WAITING_BLOCKS = 2
 _COMPARED = 2**20  # elements at a time: what a core's cache keeps
-
-
-class TrainingState(Protocol):
-    """What a checkpoint takes of a MegatronPolicy, and gives back to it."""
-
-    model: ModelConfig
-
-    arch: Architecture
-    parallel: ParallelConfig
-    config: Any  # megatron's TransformerConfig
-    ranks: Ranks
-    optimizer: Any  # a MegatronOptimizer
-    optimizer_steps: int
-    reference: Reference | None
-    checkpoint_memory: Memory
-
-    @property
-    def modules(self) -> Sequence[Any]: ...
-
-    def wait_for_param_gather(self) -> None: ...
+TrainingState = Any  # a MegatronPolicy, whose module imports this one
 
 
 def save(
@@ -113,7 +89,7 @@ def start(
         extra: tensors, numbers, text and containers of them, equal on all ranks.
         about: JSON that goes into the manifest.
         after: called in a thread of rank 0 when the checkpoint is whole.
-        blocks: see ``part_writer.Settings``; None: for ``HELD_SHARE``.
+        blocks: see ``part_writer.Settings``; None: for all that this rank copies.
     """
     policy.wait_for_param_gather()
     from_first_rank(lambda: directory.begin(path))
@@ -135,7 +111,7 @@ def _begin(
     kind = device().type
     num_bytes = _about_bytes(stored)
     if blocks is None:
-        blocks = max(_WAITING_BLOCKS, math.ceil(HELD_SHARE * num_bytes / BLOCK_BYTES))
+        blocks = max(_WAITING_BLOCKS, math.ceil(num_bytes / BLOCK_BYTES))
     settings = Settings(WRITER_THREADS[kind], kind == "cuda", blocks)
     memory = policy.checkpoint_memory
     writer = PartWriter(partial, dist.get_rank(), num_bytes, settings, memory)

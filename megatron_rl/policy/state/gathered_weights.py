@@ -70,7 +70,8 @@ class Gather:
         self._vocab_rows = vocab_rows
         stage_of = self._stage_of_layers(held)
         before, after = outer_parameters(arch)
-        self.units = [self._replicated_unit(0, each) for each in _tower_parts(arch)]
+        # Every tensor rank has the tower whole: each takes its own.
+        self.units = [self._unit(0, None, [each], 1) for each in _tower_parts(arch)]
         self.units.append(self._dense_unit(0, before))
         for layer in range(arch.num_layers):
             stage = stage_of[layer]
@@ -83,9 +84,7 @@ class Gather:
         """Collective over pipeline stages."""
         own = {item.parameter.layer for item in held if item.parameter.layer is not None}
         by_stage = gather_objects(sorted(own), self.ranks.pipeline_group)
-        stage_of: dict[int, int] = {}
-        for stage, layers in enumerate(by_stage):
-            stage_of.update(dict.fromkeys(layers, stage))
+        stage_of = {layer: stage for stage, layers in enumerate(by_stage) for layer in layers}
         assert sorted(stage_of) == list(range(self._arch.num_layers)), (
             f"layers on pipeline stages: {by_stage}"
         )
@@ -94,10 +93,6 @@ class Gather:
     def _dense_unit(self, stage: int, parameters: list[Parameter]) -> Unit:
         tensor = self.ranks.tensor
         return self._unit(stage, self.ranks.tensor_group, [parameters] * tensor, tensor)
-
-    def _replicated_unit(self, stage: int, parameters: list[Parameter]) -> Unit:
-        """A unit of parameters that every tensor rank has whole: each takes its own."""
-        return self._unit(stage, None, [parameters], 1)
 
     def _expert_unit(self, stage: int, layer: int) -> Unit:
         """The group counts expert-tensor ranks fastest: those of the same experts are neighbors."""

@@ -37,22 +37,14 @@ def rounded(num_bytes: int) -> int:
 
 
 class HostBuffer:
-    """``num_bytes`` of host memory, uninitialized.
+    """``num_bytes`` of host memory in blocks, uninitialized.
 
-    ``pinned``: page-locked, in blocks, so that a CUDA device copies from and to it while the host
-    continues. Otherwise one block.
+    ``pinned``: page-locked, so that a CUDA device copies from and to it while the host continues.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.num_bytes = num_bytes
-        sizes = block_sizes(num_bytes) if pinned else [num_bytes]
-        self._blocks = [_allocate(size, pinned) for size in sizes]
-
-    @property
-    def whole(self) -> Tensor:
-        """All bytes as one tensor. Only memory that is not page-locked is in one block."""
-        (block,) = self._blocks
-        return block
+        self._blocks = [_allocate(size, pinned) for size in block_sizes(num_bytes)]
 
     def take(self, source: Tensor) -> None:
         """Starts to copy ``source`` (``num_bytes`` bytes) into the buffer.
@@ -82,3 +74,9 @@ class HostBuffer:
 
 def _allocate(num_bytes: int, pinned: bool) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has ended all copies."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()

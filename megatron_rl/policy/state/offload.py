@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.policy.optimizer import gradient, parts
-from megatron_rl.policy.state.host_memory import HostBuffer
+from megatron_rl.policy.state.host_memory import HostBuffer, synchronize
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Offload:
                     self._store(part, number, storage) for number, storage in enumerate(storages)
                 ]
         # Storages are freed only after every copy out of them has ended.
-        self._finish_copies()
+        synchronize(self._device)
         for part in parts:
             for stored in self._away[part]:
                 stored.storage.resize_(0)
@@ -98,11 +99,7 @@ class Offload:
                 else:
                     stored.host.give(target)
             del self._away[part]
-        self._finish_copies()
-
-    def _finish_copies(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._device)
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
         """The storages of ``part`` on the device, each once, without those of earlier parts."""
@@ -136,16 +133,14 @@ def training_tensors(
 ) -> dict[str, Callable[[], Iterable[Tensor]]]:
     """What a policy has on the device, by part. What is not trained has weights only."""
 
+    def parameters() -> list[torch.nn.Parameter]:
+        return [parameter for module in modules for parameter in module.parameters()]
+
     def weights() -> Iterable[Tensor]:
-        for module in modules:
-            for parameter in module.parameters():
-                yield parameter.data
+        return [parameter.data for parameter in parameters()]
 
     def gradients() -> Iterable[Tensor]:
-        for module in modules:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    yield gradient(parameter)
+        return [gradient(parameter) for parameter in parameters() if parameter.requires_grad]
 
     def optimizer_states() -> Iterable[Tensor]:
         for part in parts(optimizer):
@@ -162,40 +157,34 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def release_caches(
-    modules: Iterable[torch.nn.Module], dispatchers: Mapping[int, frozenset[str]]
-) -> None:
+def release_caches(modules: Iterable[torch.nn.Module], dispatchers: Mapping[int, set[str]]) -> None:
     """Drops caches that layers rebuild on demand.
 
     They are rotary tables, FP8 copies of weights, and what the dispatchers of experts hold of the
     last micro-batch. ``dispatchers``: see ``dispatcher_tensors``.
     """
-    for module in modules:
-        for layer in module.modules():
-            clear = getattr(type(layer).forward, "cache_clear", None)
-            if clear is not None:
-                clear()
-            workspaces = getattr(layer, "_fp8_workspaces", None)
-            if workspaces is not None:
-                workspaces.clear()
-            dispatcher = getattr(layer, "token_dispatcher", None)
-            if dispatcher is not None:
-                for name in _tensor_names(dispatcher) - dispatchers[id(dispatcher)]:
-                    setattr(dispatcher, name, None)
+    for layer in _layers(modules):
+        clear = getattr(type(layer).forward, "cache_clear", None)
+        if clear is not None:
+            clear()
+        getattr(layer, "_fp8_workspaces", {}).clear()
+        dispatcher = getattr(layer, "token_dispatcher", None)
+        if dispatcher is not None:
+            for name in _tensor_names(dispatcher) - dispatchers[id(dispatcher)]:
+                setattr(dispatcher, name, None)
 
 
-def dispatcher_tensors(modules: Iterable[torch.nn.Module]) -> dict[int, frozenset[str]]:
+def dispatcher_tensors(modules: Iterable[torch.nn.Module]) -> dict[int, set[str]]:
     """Names of the tensors that each dispatcher of experts must keep, by the dispatcher's id.
 
     They are those it has before the first pass.
     """
-    names = {}
-    for module in modules:
-        for layer in module.modules():
-            dispatcher = getattr(layer, "token_dispatcher", None)
-            if dispatcher is not None:
-                names[id(dispatcher)] = frozenset(_tensor_names(dispatcher))
-    return names
+    each = (getattr(layer, "token_dispatcher", None) for layer in _layers(modules))
+    return {id(dispatcher): _tensor_names(dispatcher) for dispatcher in each if dispatcher}
+
+
+def _layers(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    return chain.from_iterable(module.modules() for module in modules)
 
 
 def _tensor_names(thing: object) -> set[str]:

@@ -79,12 +79,9 @@ def local_parameters(
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for name, tensor in model.named_parameters():
             parameter = _identify(name, layers, arch, ranks)
-            if parameter.expert is None:
-                rank = ranks.tensor_rank
-                size = ranks.tensor
-            else:
-                rank = ranks.expert_tensor_rank
-                size = ranks.expert_tensor
+            in_expert = parameter.expert is not None
+            rank = ranks.expert_tensor_rank if in_expert else ranks.tensor_rank
+            size = ranks.expert_tensor if in_expert else ranks.tensor
             shape = local_shape(parameter, arch, vocab_rows, size)
             assert tuple(tensor.shape) == shape, (
                 f"{name} is {tuple(tensor.shape)} in the model, {shape} in the map"
@@ -118,9 +115,9 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
     if name == HEAD.megatron:
         slot = TIED_HEAD if arch.tied_embeddings else HEAD
         return Parameter(slot, slot.hf)
-    for slot in (EMBEDDING, FINAL_NORM):
-        if name == slot.megatron:
-            return Parameter(slot, slot.hf)
+    outer = {slot.megatron: slot for slot in (EMBEDDING, FINAL_NORM)}
+    if name in outer:
+        return Parameter(outer[name], outer[name].hf)
     if name.startswith(VISION):
         return next(each for each in vision_parameters(arch) if each.slot.megatron == name)
     in_layer = LAYER.fullmatch(name)
@@ -173,14 +170,13 @@ def load(
     problem: str | None = None
     own = [item for item in held if ranks is None or _reads(item, ranks)]
     try:
-        if own:
-            counts = _fill(own, arch, path)
+        counts = _fill(own, arch, path) if own else {}
     except ValueError as error:
         problem = str(error)
     everyone = gather_objects((problem, counts))
-    problems = [text for text, _ in everyone if text is not None]
-    if problems:
-        raise ValueError(problems[0])
+    for text, _ in everyone:
+        if text is not None:
+            raise ValueError(text)
     if ranks is not None:
         _copy_to_others(held, ranks)
     if require_finite:
@@ -261,12 +257,11 @@ def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[_ShardKey, int]]) 
     for (name, _, _), count in sorted(by_shard.items()):
         by_name[name] = by_name.get(name, 0) + count
     if by_name:
-        counted = [f"{name} ({count} values)" for name, count in by_name.items()]
-        shown = ", ".join(counted[:MAX_NAMES_SHOWN])
-        more = ""
-        if len(counted) > MAX_NAMES_SHOWN:
-            more = f" and {len(counted) - MAX_NAMES_SHOWN} more"
+        shown = [f"{name} ({count} values)" for name, count in by_name.items()][:MAX_NAMES_SHOWN]
+        if len(by_name) > MAX_NAMES_SHOWN:
+            shown.append(f"and {len(by_name) - MAX_NAMES_SHOWN} more")
         raise ValueError(
-            f"model.path: {path} holds weights that are not finite: {shown}{more}; the run that"
-            " wrote them had failed, or the file is damaged: copy it again, or give another model"
+            f"model.path: {path} holds weights that are not finite: {', '.join(shown)}; the run"
+            " that wrote them had failed, or the file is damaged: copy it again, or give another"
+            " model"
         )

@@ -39,15 +39,6 @@ _RC: dict[Any, Any] = {"text.parse_math": False, "font.size": 9.0, "axes.titlesi
 
 
 @dataclass(frozen=True)
-class Style:
-    """Color, dash and marker of a variant, the same in every figure."""
-
-    color: str
-    dash: Dash
-    marker: str
-
-
-@dataclass(frozen=True)
 class Drawing:
     """One set of axes.
 
@@ -64,16 +55,21 @@ class Drawing:
     axis: str = "step"
 
 
-def style_of(order: int) -> Style:
-    """The style of the variant at this place. The first, the baseline, has the color of the text;
-    of the others colors and dashes together repeat after 24, and markers before that."""
-    if order == 0:
-        return Style(_INK, _SOLID, _MARKERS[0])
+def style_of(order: int) -> dict[str, Any]:
+    """The line of the variant at this place, as matplotlib takes it; the same in every figure.
+
+    The first, the baseline, has the color of the text; of the others colors and dashes together
+    repeat after 24, and markers before that.
+    """
     # Dashes advance with the colors, so that neighbors differ in both, and are moved by one at each
     # turn of the colors: variants 1 and 7 are both blue, with dash 0 and dash 1.
     turn, color = divmod(order - 1, len(_COLORS))
-    dash = _DASHES[(color + turn) % len(_DASHES)]
-    return Style(_COLORS[color], dash, _MARKERS[order % len(_MARKERS)])
+    return {
+        "color": _COLORS[color] if order else _INK,
+        "linestyle": _DASHES[(color + turn) % len(_DASHES)] if order else _SOLID,
+        "marker": _MARKERS[order % len(_MARKERS)],
+        "linewidth": 1.8,
+    }
 
 
 def draw_bands(axes: Axes, bands: Sequence[Band | None], *, held_out: bool) -> None:
@@ -83,7 +79,7 @@ def draw_bands(axes: Axes, bands: Sequence[Band | None], *, held_out: bool) -> N
     with_range = len(present) <= MAX_BANDS
     with_singles = sum(len(band.singles) for _, band in present) <= MAX_SINGLES
     for order, band in present:
-        _draw_spread(axes, band, style_of(order).color, with_range, with_singles)
+        _draw_spread(axes, band, style_of(order)["color"], with_range, with_singles)
     for order, band in present:  # above the spread of all variants
         _draw_median(axes, band, order, _HELD_OUT_MARKS if held_out else _MARKS)
 
@@ -105,23 +101,12 @@ def _draw_median(axes: Axes, band: Band, order: int, num_marks: int) -> None:
     finite = np.isfinite(band.median)
     padded = np.pad(finite, 1)
     alone = finite & ~padded[:-2] & ~padded[2:]
-    axes.plot(band.x[alone], band.median[alone], "o", color=style_of(order).color, markersize=2)
+    axes.plot(band.x[alone], band.median[alone], "o", color=style_of(order)["color"], markersize=2)
     # 70 steps, 7 marks: the first variant has its marks at 0, 10, 20, ..., the next at 2, 12, ...
     every = max(1, len(band.x) // num_marks)
     axes.plot(
-        band.x,
-        band.median,
-        **_look(order),
-        markersize=4.5,
-        markevery=(order * 2 % every, every),
+        band.x, band.median, **style_of(order), markersize=4.5, markevery=(order * 2 % every, every)
     )
-
-
-def _look(order: int) -> dict[str, Any]:
-    """The line of the variant at this place, as matplotlib takes it."""
-    style = style_of(order)
-    line: dict[str, Any] = {"linestyle": style.dash, "linewidth": 1.8}
-    return line | {"color": style.color, "marker": style.marker}
 
 
 def write_png(drawings: Sequence[Drawing], labels: Sequence[str], path: Path) -> None:
@@ -136,7 +121,7 @@ def write_png(drawings: Sequence[Drawing], labels: Sequence[str], path: Path) ->
         figure.set_layout_engine("constrained")
         FigureCanvasAgg(figure)  # needs no display, and leaves pyplot's global state alone
         figure.legend(
-            [Line2D([], [], **_look(order)) for order in range(len(labels))],
+            [Line2D([], [], **style_of(order)) for order in range(len(labels))],
             labels,
             loc="outside upper center",
             ncols=legend_columns,

@@ -22,7 +22,6 @@ from megatron_rl.reporting.comparison.tables import (
     Table,
     cost_table,
     differing_versions,
-    evaluation_table,
     method_table,
     runs_table,
     settings_table,
@@ -38,7 +37,7 @@ _HOW_TO_READ = (
     f"{LAST_ROWS} steps. Only finished runs count, where a variant has any. A difference is the "
     "mean over common seeds of variant minus baseline; where no seed is common, means are compared "
     "unpaired (Welch). Student's interval decides the word: with a handful of seeds the bootstrap "
-    "is too narrow. The best mean is the largest over all evaluations, and as such too good."
+    "is too narrow."
 )
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -89,8 +88,6 @@ def write_report(
     lines += [*_heading(2, "Methods"), _plain_markdown(_HOW_TO_READ), ""]
     for metric in metrics:
         lines += [*_heading(3, metric), *_table_lines(method_table(variants, metric), out)]
-    if (evaluation := evaluation_table(variants)).rows:
-        lines += [*_heading(2, "Evaluated after the training"), *_table_lines(evaluation, out)]
     lines += [*_heading(2, "Cost"), *_table_lines(cost_table(variants), out)]
     lines += [*_heading(2, "Curves"), _plain_markdown(_curves_text(variants)), ""]
     for heading, file in _write_figures(variants, out):
@@ -203,14 +200,9 @@ def _summary(variants: Sequence[Variant]) -> str:
     finished = sum(run.finished for run in runs)
     steps = sorted({run.steps_wanted for run in runs})
     return (
-        f"{_counted(len(runs), 'run')} in {_counted(len(variants), 'variant')} of equal settings, "
-        f"{finished} finished; steps of a run: {' or '.join(map(str, steps))}. "
-        f"Baseline: {variants[0].label}."
+        f"{len(runs)} runs of {len(variants)} variants, {finished} finished; steps of a run:"
+        f" {' or '.join(map(str, steps))}. Baseline: {variants[0].label}."
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _curves_text(variants: Sequence[Variant]) -> str:
@@ -220,7 +212,7 @@ def _curves_text(variants: Sequence[Variant]) -> str:
     if width > 1:
         smoothing = (
             f" Curves of training are moving means over {width} steps (1/{SMOOTHING} of the "
-            "longest run); of a variant with one run the unsmoothed values stand behind."
+            "longest run); of a variant with one run the unsmoothed values are faint."
         )
     return (
         "Strong: median over the runs of a variant that have a value at the step. Band: smallest "

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.config.keys import flat
 from megatron_rl.reporting.metrics_file import Row, read_metrics
@@ -75,13 +75,9 @@ class Run:
         return self.rows
 
 
-@dataclass(frozen=True)
-class Found:
-    """Runs in the order of the folders and of their names.
-
-    Attributes:
-        problems: one sentence on each run that cannot be read, or only in part.
-    """
+class Found(NamedTuple):
+    """Runs in the order of the folders and of their names; a sentence on each run that cannot be
+    read, or only in part."""
 
     runs: list[Run]
     problems: list[str]

@@ -45,10 +45,8 @@ def samples_of(run: Run) -> tuple[list[Sample], list[str]]:
         found += [of_step[correct] for correct in (True, False) if correct in of_step]
     problems = []
     if damaged:
-        problems.append(
-            f"{SAMPLES}: {len(damaged)} lines are damaged and left out, the first is line "
-            f"{damaged[0]}"
-        )
+        count = len(damaged)
+        problems.append(f"{SAMPLES}: {count} lines are damaged, the first is line {damaged[0]}")
     return found, problems
 
 

@@ -13,7 +13,6 @@ from megatron_rl.reporting.intervals import Interval, bootstrap, student, welch
 from megatron_rl.reporting.metrics_file import is_held_out, series
 
 LAST_ROWS = 10  # a metric of training is the mean of its last values: one step is noise
-_LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/reward", "reward/")
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,10 @@ class VariantScore:
     Attributes:
         values: of each seed, the mean over its runs.
         steps: at which they were taken.
-        best: (step, mean over the runs) where that is largest; None where larger is not better.
     """
 
     values: Mapping[int, float]
     steps: tuple[int, ...]
-    best: tuple[int, float] | None
 
     @property
     def mean(self) -> float:
@@ -65,19 +62,6 @@ class Comparison:
         return "higher" if self.student.mean > 0 else "lower"
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Means over the counted runs of a variant. None: no run says."""
-
-    steps: float
-    response_tokens: float | None  # of the responses that were trained
-    sampled_tokens: float | None  # with those that were thrown away
-    training_seconds: float | None  # of the steps, without start, evaluation and checkpoints
-    evaluation_seconds: float | None
-    seconds_per_step: float | None  # median over the steps
-    processes: tuple[int, ...]
-
-
 def score(variant: Variant, metric: str) -> VariantScore | None:
     """None where no counted run has a finite value."""
     by_seed: dict[int, list[float]] = {}
@@ -90,7 +74,7 @@ def score(variant: Variant, metric: str) -> VariantScore | None:
     if not by_seed:
         return None
     values = {seed: fmean(found) for seed, found in sorted(by_seed.items())}
-    return VariantScore(values, tuple(sorted(steps)), _best(variant.counted, metric))
+    return VariantScore(values, tuple(sorted(steps)))
 
 
 def last_value(run: Run, metric: str) -> tuple[int, float] | None:
@@ -120,20 +104,22 @@ def compare(variant: VariantScore, baseline: VariantScore) -> Comparison:
     return Comparison(0, bootstrap(*means), welch(*means))
 
 
-def cost(variant: Variant) -> Cost:
-    """The mean cost of the counted runs of a variant."""
+def cost(variant: Variant) -> dict[str, float | None]:
+    """The mean cost of the counted runs of a variant, by the name of its column; None: no run says.
+
+    Training are the steps alone, without start, evaluation and checkpoints.
+    """
     runs = variant.counted
     step_seconds = [series(run.rows, "time/step_s")[1] for run in runs]
     evaluations = [series(run.rows, "time/evaluation_s")[1] for run in runs]
-    return Cost(
-        steps=fmean(sum(bool(row["step"]) for row in run.rows) for run in runs),
-        response_tokens=_mean(sum, [_tokens(run, sampled=False) for run in runs]),
-        sampled_tokens=_mean(sum, [_tokens(run, sampled=True) for run in runs]),
-        training_seconds=_mean(sum, step_seconds),
-        evaluation_seconds=_mean(sum, evaluations),
-        seconds_per_step=_mean(median, step_seconds),
-        processes=tuple(sorted({int(run.record.get("world_size") or 0) for run in runs})),
-    )
+    return {
+        "steps": fmean(sum(bool(row["step"]) for row in run.rows) for run in runs),
+        "response tokens": _mean(sum, [_tokens(run, sampled=False) for run in runs]),
+        "sampled tokens": _mean(sum, [_tokens(run, sampled=True) for run in runs]),
+        "training [s]": _mean(sum, step_seconds),
+        "evaluation [s]": _mean(sum, evaluations),
+        "median step [s]": _mean(median, step_seconds),
+    }
 
 
 def _mean(of_run: Callable[[list[float]], float], runs: Sequence[list[float]]) -> float | None:
@@ -141,19 +127,6 @@ def _mean(of_run: Callable[[list[float]], float], runs: Sequence[list[float]]) -
     say is not 0."""
     present = [of_run(values) for values in runs if values]
     return fmean(present) if present else None
-
-
-def _best(runs: Sequence[Run], metric: str) -> tuple[int, float] | None:
-    """The best mean over the steps at which every run has a value."""
-    if not metric.startswith(_LARGER_IS_BETTER):
-        return None
-    curves = [dict(zip(*series(run.rows_of(metric), metric), strict=True)) for run in runs]
-    common = set.intersection(*map(set, curves))
-    if not common:
-        return None
-    means = {step: fmean(curve[step] for curve in curves) for step in sorted(common)}
-    step = max(means, key=means.__getitem__)  # of equals the earliest
-    return step, means[step]
 
 
 def _tokens(run: Run, *, sampled: bool) -> list[float]:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 from pathlib import Path
 
-from megatron_rl.reporting.comparison.panels import some
-from megatron_rl.reporting.comparison.runs import (
-    ABSENT,
-    CONFIG,
-    CURVES,
-    METRICS,
-    SAMPLES,
-    Run,
-)
+from megatron_rl.reporting.comparison.runs import ABSENT, CONFIG, CURVES, METRICS, SAMPLES, Run
 from megatron_rl.reporting.comparison.scores import VariantScore, compare, cost, score
 from megatron_rl.reporting.comparison.variants import (
     Variant,
@@ -26,14 +17,10 @@ from megatron_rl.reporting.comparison.variants import (
     shown,
     varying_keys,
 )
-from megatron_rl.reporting.evaluation import HIGH, LOW
 from megatron_rl.reporting.intervals import Interval
 from megatron_rl.reporting.metrics import metric as metric_of
-from megatron_rl.reporting.metrics_file import Row
-from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
 NOTHING = "-"
-_MAJORITY = re.compile(r"eval/maj_at_\d+")
 _OTHER_VERSIONS = ("world_size", "model_fingerprint", "data_fingerprint")
 
 Entry = str | tuple[Path, ...]  # paths: files of a run
@@ -78,67 +65,47 @@ def interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
     return f"{number(interval.low, digits, signed)} to {number(interval.high, digits, signed)}"
 
 
+_OWN = ("at step", "mean", "smallest to largest", "95 % of the mean")
+_CONTRAST = ("difference", "pairs", "bootstrap 95 %", "Student 95 %", "than baseline")
+
+
 def method_table(variants: Sequence[Variant], metric: str) -> Table:
     """One row a variant; the first variant is the baseline."""
     scores = [score(variant, metric) for variant in variants]
+    baseline = scores[0]
     digits = digits_of([own.mean for own in scores if own is not None])
     rows = []
     for variant, own in zip(variants, scores, strict=True):
-        row = dict.fromkeys(_METHOD_COLUMNS, NOTHING)
-        row |= {"method": variant.label, "seeds": _seeds(variant)}
+        row = {"method": variant.label, "seeds": _seeds(variant)}
+        row |= dict.fromkeys((*_OWN, *_CONTRAST), NOTHING)
         if own is not None:
-            row |= _reached(own, digits)
+            row |= zip(_OWN, _reached(own, digits), strict=True)
         if variant is variants[0]:
             row["difference"] = "baseline"
-        elif own is not None and scores[0] is not None:
-            row |= _contrast(own, scores[0], digits)
+        elif own is not None and baseline is not None:
+            row |= zip(_CONTRAST, _contrast(own, baseline, digits + 1), strict=True)
         rows.append(row)
     entry = metric_of(metric)
     meaning = f"{metric}: {entry.meaning}" if entry else metric
     return Table(rows, f"{meaning} [{entry.unit}]" if entry and entry.unit else meaning)
 
 
-_METHOD_COLUMNS = (
-    "method",
-    "seeds",
-    "at step",
-    "mean",
-    "smallest to largest",
-    "95 % of the mean",
-    "difference",
-    "pairs",
-    "bootstrap 95 %",
-    "Student 95 %",
-    "than baseline",
-    "best mean @ step",
-)
-
-
-def _reached(own: VariantScore, digits: int) -> dict[str, str]:
-    """The columns about the variant alone."""
+def _reached(own: VariantScore, digits: int) -> tuple[str, ...]:
     values = own.values.values()
-    return {
-        "at step": ", ".join(map(str, own.steps)),
-        "mean": number(own.mean, digits),
-        "smallest to largest": f"{number(min(values), digits)} to {number(max(values), digits)}",
-        "95 % of the mean": interval_text(own.interval, digits),
-        "best mean @ step": f"{number(own.best[1], digits)} @ {own.best[0]}"
-        if own.best
-        else NOTHING,
-    }
+    return (
+        ", ".join(map(str, own.steps)),
+        number(own.mean, digits),
+        f"{number(min(values), digits)} to {number(max(values), digits)}",
+        interval_text(own.interval, digits),
+    )
 
 
-def _contrast(own: VariantScore, baseline: VariantScore, digits: int) -> dict[str, str]:
-    """The columns about the difference to the baseline. They have a digit more than the means,
-    since differences are small."""
+def _contrast(own: VariantScore, baseline: VariantScore, digits: int) -> tuple[str, ...]:
+    """``digits``: one more than those of the means, since differences are small."""
     found = compare(own, baseline)
-    return {
-        "difference": number(found.student.mean, digits + 1, signed=True),
-        "pairs": str(found.num_pairs or "unpaired"),
-        "bootstrap 95 %": interval_text(found.bootstrap, digits + 1, signed=True),
-        "Student 95 %": interval_text(found.student, digits + 1, signed=True),
-        "than baseline": found.word,
-    }
+    intervals = [interval_text(each, digits, True) for each in (found.bootstrap, found.student)]
+    mean = number(found.student.mean, digits, signed=True)
+    return (mean, str(found.num_pairs or "unpaired"), *intervals, found.word)
 
 
 def _seeds(variant: Variant) -> str:
@@ -153,64 +120,26 @@ def _seeds(variant: Variant) -> str:
 def cost_table(variants: Sequence[Variant]) -> Table:
     """The mean cost of a run, one row a variant."""
     costs = [cost(variant) for variant in variants]
-    baseline_seconds = costs[0].training_seconds
+    baseline_seconds = costs[0]["training [s]"]
     rows = []
     for variant, own in zip(variants, costs, strict=True):
-        ratio = None
-        if own.training_seconds is not None and baseline_seconds:
-            ratio = own.training_seconds / baseline_seconds
-        rows.append(
-            {
-                "method": variant.label,
-                "steps": f"{own.steps:g}",
-                "response tokens": number(own.response_tokens, 0),
-                "sampled tokens": number(own.sampled_tokens, 0),
-                "training [s]": _seconds_text(own.training_seconds),
-                "evaluation [s]": _seconds_text(own.evaluation_seconds),
-                "median step [s]": _seconds_text(own.seconds_per_step),
-                "training time / baseline": number(ratio, 2),
-                "processes": ", ".join(map(str, own.processes)),
-            }
-        )
+        row = {"method": variant.label, "steps": f"{own.pop('steps'):g}"}
+        seconds = own["training [s]"]
+        for name, value in own.items():
+            row[name] = number(value, 2 if "[s]" in name and (value or 0) < 100 else 0)
+        ratio = seconds / baseline_seconds if seconds is not None and baseline_seconds else None
+        processes = {str(run.record.get("world_size") or 0) for run in variant.counted}
+        row |= {
+            "training time / baseline": number(ratio, 2),
+            "processes": ", ".join(sorted(processes)),
+        }
+        rows.append(row)
     return Table(
         rows,
         "Means over the counted runs. Response tokens: of the responses that were trained; sampled "
         "tokens: with those that were thrown away. Training: all steps, without start, evaluation "
         "and checkpoints.",
     )
-
-
-def _seconds_text(value: float | None) -> str:
-    """Seconds, to a hundredth where they are few."""
-    return number(value, 0 if value is not None and value >= 100 else 2)
-
-
-def evaluation_table(variants: Sequence[Variant]) -> Table:
-    """The last step of the evaluation after the training, with its own intervals; without rows
-    where no run has one."""
-    last = [run.evaluation[-1] for run in all_runs(variants) if run.evaluation]
-    majorities = sorted({key for row in last for key in row if _MAJORITY.fullmatch(key)})
-    keys = ["eval/accuracy", *majorities, *(f"{PASS_AT}{k}" for k in some(pass_at_ks(last)))]
-    rows = []
-    for variant in variants:
-        for run in variant.runs:
-            if run.evaluation:
-                row = run.evaluation[-1]
-                about = {"run": run.name, "method": variant.label, "seed": str(run.seed)}
-                values = {key: _with_bounds(row, key) for key in keys}
-                rows.append({**about, "step": str(row["step"]), **values})
-    return Table(
-        rows,
-        "By megatron_rl.evaluate. In brackets the 95 % interval over prompts: it says nothing about"
-        " other seeds.",
-    )
-
-
-def _with_bounds(row: Row, key: str) -> str:
-    """Example: ``0.500 [0.410, 0.590]``; without bounds where those of one prompt are infinite."""
-    name = key.removeprefix("eval/")
-    value, low, high = (number(row.get(each)) for each in (key, LOW + name, HIGH + name))
-    return value if NOTHING in (value, low, high) else f"{value} [{low}, {high}]"
 
 
 def runs_table(variants: Sequence[Variant], metric: str, with_files: bool) -> Table:

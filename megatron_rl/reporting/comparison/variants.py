@@ -52,10 +52,6 @@ class Variant:
         return any(run.finished for run in self.runs)
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(sorted({run.seed for run in self.runs}))
-
-    @property
     def repeated_seeds(self) -> tuple[int, ...]:
         """Seeds of more than one run."""
         counts = Counter(run.seed for run in self.runs)
@@ -98,10 +94,8 @@ def choose_baseline(variants: Sequence[Variant], label: str | None) -> Variant:
     if label is None:
         plain = [variant for variant in variants if variant.runs[0].method == "grpo"]
         return plain[0] if plain else variants[0]
-    exact = [variant for variant in variants if variant.label == label]
-    words = set(label.split())
-    fitting = exact
-    if words and not exact:
+    fitting = [variant for variant in variants if variant.label == label]
+    if not fitting and (words := set(label.split())):
         fitting = [variant for variant in variants if words <= set(variant.label.split())]
     if len(fitting) == 1:
         return fitting[0]
@@ -176,13 +170,9 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
         words = [f"{names[key]}={_short(run.settings[key])}" for key in own]
         labels.append(" ".join(words) or run.name)
     # Variants may differ in what no label names, such as the code of a plug-in.
-    repeated = {label for label in labels if labels.count(label) > 1}
-    numbers: Counter[str] = Counter()
-    for index, label in enumerate(labels):
-        if label in repeated:
-            numbers[label] += 1
-            labels[index] = f"{label} ({numbers[label]})"
-    return labels
+    numbered = [f"{each} ({labels[:place].count(each) + 1})" for place, each in enumerate(labels)]
+    pairs = zip(labels, numbered, strict=True)
+    return [label if labels.count(label) == 1 else new for label, new in pairs]
 
 
 def _telling_keys(groups: Sequence[Sequence[Run]]) -> list[str]:

@@ -5,33 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from megatron_rl.plugins import import_function
 from megatron_rl.rewards.base import Task
+from megatron_rl.rewards.registry import require_two_arguments
 from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 
 _KEY = "reward.function"
-
-
-def _imported(spec: str) -> Callable[..., Any]:
-    """The function ``spec`` names.
-
-    Raises:
-        ValueError: it cannot be imported, is not a function, or does not take two arguments.
-    """
-    function = import_function(spec, _KEY)
-    try:
-        inspect.signature(function).bind([], [])
-    except TypeError as error:
-        raise ValueError(
-            f"{_KEY} = {spec}: cannot be called as function(tasks, responses) ({error}); give it"
-            " these two"
-        ) from error
-    except ValueError:
-        return function  # written in C: without a signature there is nothing to check
-    return function
 
 
 class FunctionJudge:
@@ -42,7 +24,8 @@ class FunctionJudge:
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
-        self._function = _imported(str(setup.function))
+        self._function = import_function(str(setup.function), _KEY)
+        require_two_arguments(self._function, setup.name, "tasks, responses")
         # One event loop for all calls: a client of a service keeps its connections.
         self._runner = asyncio.Runner()
 

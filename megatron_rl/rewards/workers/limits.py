@@ -1,22 +1,10 @@
-"""Limits that the kernel sets on a worker: lifetime, memory, processes, CPU time."""
+"""Limits that the kernel sets on a worker: memory, processes, CPU time."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import resource
-import signal
 
 from megatron_rl.rewards.base import Options
-
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with(parent: int) -> None:
-    """Makes the kernel kill this process when ``parent`` ends, however that happens."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
 
 
 def limit_processes_and_memory(options: Options, *, processes: bool) -> None:

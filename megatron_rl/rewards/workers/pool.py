@@ -104,16 +104,15 @@ class WorkerPool:
     def _serve(self, number: int, batch: _Batch) -> None:
         """The thread of one worker, until no item is waiting or the batch's time is up."""
         while batch.waiting and time.monotonic() < batch.ends_at:
-            worker = self._ready(number)
+            self._ready(number)
             # The batch's time begins with the first worker that is ready.
             batch.begin(self._step_timeout_s)
             rows = batch.take()
             if rows:
-                self._judge_rows(number, worker, rows, batch)
+                self._judge_rows(number, rows, batch)
 
-    def _judge_rows(
-        self, number: int, worker: RewardWorker, rows: deque[int], batch: _Batch
-    ) -> None:
+    def _judge_rows(self, number: int, rows: deque[int], batch: _Batch) -> None:
+        worker = self._workers[number]
         key, seconds = self._limit
         try:
             ends_at = min(time.monotonic() + seconds + _GRACE_S, batch.ends_at)
@@ -143,15 +142,14 @@ class WorkerPool:
             else:
                 batch.replies[rows[0]] = _not_judged(problem)
 
-    def _ready(self, number: int) -> RewardWorker:
-        """The worker of this thread, ready; another one where it dies before."""
+    def _ready(self, number: int) -> None:
+        """Waits until a worker is ready; for another one where it dies before."""
         what = self.setup.name
         ends_at = time.monotonic() + _START_TIMEOUT_S
         num_deaths = 0
         while True:
-            worker = self._workers[number]
             try:
-                worker.wait_until_ready(ends_at)
+                self._workers[number].wait_until_ready(ends_at)
             except TimeoutError:
                 raise RuntimeError(
                     f"{what}: no worker was ready within {_START_TIMEOUT_S:g} s"
@@ -163,7 +161,7 @@ class WorkerPool:
                     raise RuntimeError(f"{what}: its process dies while importing it") from None
             else:
                 self._server.works()
-                return worker
+                return
 
     def _replace(self, number: int) -> bool:
         """Another worker in place of one that is lost; whether its server is gone as well."""

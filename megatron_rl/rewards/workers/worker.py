@@ -21,8 +21,8 @@ import sys
 import time
 from typing import Any
 
-from megatron_rl.rewards.workers.limits import end_with
 from megatron_rl.rewards.workers.messages import WorkerSetup, read_frame, reason, send
+from megatron_rl.runtime.guard.parent import end_with_it
 
 # Verdicts of this time are sent together: each message wakes the trainer.
 _GATHER_S = 0.002
@@ -47,7 +47,7 @@ def main(control: socket.socket) -> None:
         lane.set_inheritable(False)
         if os.fork() == 0:
             control.close()
-            end_with(server)
+            end_with_it(server)
             os.setsid()  # so that the trainer can kill it and what it starts by its group
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             send(lane, {"pid": os.getpid()})

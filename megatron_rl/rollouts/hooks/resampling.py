@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.hooks.base import Ask, SamplingHook, ScoredGroup, sampling_hook
+from megatron_rl.hooks.base import ROLLOUT_HOOKS, Ask, SamplingHook, ScoredGroup
 from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
 from megatron_rl.rollouts.rows.experience import Responses
@@ -116,7 +116,11 @@ class Resampling:
 
 def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Resampling | None:
     """``chosen``: the hooks of a run; None where none of them asks the engine."""
-    hooks = {name: sampling_hook(name, piece) for name, piece in chosen.items() if piece.resamples}
+    hooks = {
+        name: ROLLOUT_HOOKS[name].make(**piece.knobs)
+        for name, piece in chosen.items()
+        if ROLLOUT_HOOKS[name].resamples
+    }
     return Resampling(hooks, prompts) if hooks else None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.hooks.base import RolloutEdit, rollout_hook
+from megatron_rl.hooks.base import ROLLOUT_HOOKS, RolloutEdit
 from megatron_rl.knobs import Named
 from megatron_rl.plugins import named, place
 from megatron_rl.rollouts.rows.experience import Groups, Response, Responses
@@ -84,7 +84,7 @@ def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> Ro
     # Mappings that cannot be written to: a hook runs on rank 0 alone.
     shown = [[_read_only(response) for response in group] for group in groups]
     try:
-        edit = rollout_hook(name)(step, shown, **knobs)
+        edit = ROLLOUT_HOOKS[name].make(step, shown, **knobs)
     except Exception as error:
         raise ValueError(f"{subject}: {named(error)}{place(error)}; correct the hook") from error
     if not isinstance(edit, RolloutEdit):

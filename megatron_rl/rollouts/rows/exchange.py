@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -73,11 +72,10 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
     columns = {}
     for name, values in outgoing.columns.items():
         buffer = torch.from_numpy(np.empty(sum(received), dtype=values.dtype))
-        with world.watchdog.collective() if world.watchdog else nullcontext():
-            # What comes in is named before what goes out, tensors and sizes alike.
-            dist.all_to_all_single(
-                buffer, torch.from_numpy(values), received, sent, group=world.control_group
-            )
+        # What comes in is named before what goes out, tensors and sizes alike.
+        dist.all_to_all_single(
+            buffer, torch.from_numpy(values), received, sent, group=world.control_group
+        )
         columns[name] = buffer.numpy()
     return TokenRows(incoming, route.lengths[incoming], columns)
 

@@ -9,9 +9,11 @@ wait for that rank's message; where none comes, the ranks that are gone are name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -20,14 +22,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
 from megatron_rl.errors import first_line
-from megatron_rl.runtime.guard import failed_host
 from megatron_rl.runtime.guard.error_chain import chain
-from megatron_rl.runtime.guard.first_failure import FirstFailure, alive
+from megatron_rl.runtime.guard.first_failure import FirstFailure, alive, connect, note_failed_host
 
 _MAX_LINES = 12
 _NAMED = 8  # ranks in a message
@@ -72,7 +72,7 @@ class State:
     """What this process knows of its launch. One instance, as signals belong to the process."""
 
     def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
+        self.rank = _number("RANK", 0)
         self.peers: list[Peer] = []
         self.saved_step: int | None = None
         self.first_failure = _first_failure_of_launch()
@@ -83,13 +83,19 @@ class State:
         # (None where there are none), and that this rank ends as it should.
         self.announce: Callable[[str], None] | None = None
         self.goodbye: Callable[[], None] | None = None
-        self.failed_host: Path | None = None  # see ``runtime/guard/failed_host.py``
+        self.failed_host: Path | None = None  # see ``first_failure.note_failed_host``
+
+
+def _number(variable: str, default: int) -> int:
+    """A variable of torchrun; the default where it is none: ``launch.start`` refuses it."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
 
 
 def _first_failure_of_launch() -> FirstFailure:
     """The first_failure of the ranks that torchrun started with this one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = _number("WORLD_SIZE", 1)
+    local_size = _number("LOCAL_WORLD_SIZE", 1)
     if size == 1:
         return FirstFailure(None, None, local_size)
     # torchrun gives each rank a file <folder of this start>/<local rank>/error.json.
@@ -102,16 +108,8 @@ def _first_failure_of_launch() -> FirstFailure:
 
 def _first_of_all_machines() -> bool:
     """Whether this process fails first, by the store of torchrun on the first machine."""
-    import torch.distributed as dist
-
     try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=2),
-            wait_for_workers=False,
-        )
+        store = connect(timeout_s=2)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         me = f"{socket.gethostname()}:{os.getpid()}"
         return store.compare_set(f"megatron_rl/first_failure/{start}", "", me) == me.encode()
@@ -137,9 +135,15 @@ def exit_process(code: int) -> None:
     """Ends the process now: normal teardown of engines can hang on dead ranks, hence os._exit."""
     if code == 0 and STATE.goodbye is not None and not STATE.reporting.locked():
         STATE.goodbye()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # Its reader may be gone, and a stream that was closed before the start is None.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def report(error: BaseException, rank: int | None = None) -> int:
@@ -210,7 +214,7 @@ def say_or_follow(
         if not heard:
             break  # the winner lives and stays silent: better two messages than none
     if host is not None:
-        failed_host.write(STATE.failed_host, host)
+        note_failed_host(STATE.failed_host, host)
     say(message)
     if by_others:
         return _follow()
@@ -241,10 +245,10 @@ def _follow(seconds: float = _FOLLOW_S) -> int:
 
 def say(message: FailureMessage) -> None:
     """Prints the message as the last on the screen, and writes it into torchrun's file."""
-    sys.stdout.flush()
     text = message.traceback + message.text + "\n"
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+    _flush()
     if STATE.console is not None:
         os.write(STATE.console, text.encode())
     write_error_file(message.text)
@@ -275,8 +279,9 @@ def describe(error: BaseException) -> FailureMessage:
             f"error: {error.filename}: no such file or folder. If it was moved or deleted while the"
             " program ran, put it back and start again (resume=auto: from the last checkpoint)"
         )
-    of_the_user = isinstance(error, ValueError | FileNotFoundError)
-    if of_the_user and not isinstance(error, UnicodeError):
+    if isinstance(error, OSError) and error.filename is not None:
+        return FailureMessage(f"error: {error.filename}: {error.strerror}")
+    if isinstance(error, ValueError | FileNotFoundError) and not isinstance(error, UnicodeError):
         return FailureMessage(_first_lines(f"error: {error}"))
     text = f"[rank {STATE.rank}] error: {type(error).__name__}: {error}"
     return FailureMessage(_first_lines(text), "".join(traceback.format_exception(error)))
@@ -299,8 +304,6 @@ def _out_of_memory(error: BaseException) -> str | None:
     by_text = libraries and _OUT_OF_MEMORY.search(text)
     if not (isinstance(error, MemoryError) or by_text or threads):
         return None
-    import resource
-
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = ""
     if limit != resource.RLIM_INFINITY:
@@ -324,8 +327,6 @@ def _out_of_files(error: BaseException) -> str | None:
     """The message of an error that means "no more files or sockets can be opened"; else None."""
     if not isinstance(error, RuntimeError | OSError) or not _OUT_OF_FILES.search(str(error)):
         return None
-    import resource
-
     limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"rank {STATE.rank} cannot open more files or connections{_place_of(error)}:"

@@ -12,8 +12,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+FAILED_HOST = "failed_host"  # in the folder of a run
 _POLL_S = 0.02
 STORE_S = 3.0  # a store whose machine is gone may never answer
 
@@ -122,6 +125,16 @@ def create(path: Path, text: str) -> bool:
     return True
 
 
+def note_failed_host(file: Path | None, host: str) -> None:
+    """Writes the machine on which the launch failed, for the batch script that starts it again on
+    others: srun can only tell which task ended first. The first note stays.
+
+    ``file``: None where it is not read. ``host``: empty where no machine is known to be at fault.
+    """
+    if file is not None:
+        bounded(lambda: create(file, host + "\n"))  # a disk that does not answer is not waited for
+
+
 def alive(pid: int) -> bool:
     """Whether the process runs on this machine; False for a zombie."""
     try:
@@ -151,3 +164,17 @@ def bounded(action: Callable[[], bool]) -> bool:
     if not answers:
         return True
     return answers[0]
+
+
+def connect(timeout_s: float = 30.0) -> Any:
+    """Another connection to the store of the launch: the one of the process group belongs to the
+    main thread."""
+    import torch.distributed as dist  # here: a rank may fail before it has loaded it
+
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )

@@ -30,11 +30,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.errors import first_line
-from megatron_rl.runtime.guard import failed_host, failure, stacks
+from megatron_rl.runtime.guard import failure, stacks
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.guard.collective_watchdog import CollectiveWatchdog, connect
 from megatron_rl.runtime.guard.failure import STATE, FailureMessage, Peer
-from megatron_rl.runtime.guard.first_failure import bounded, state_of
+from megatron_rl.runtime.guard.first_failure import bounded, connect, note_failed_host, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +72,7 @@ class Heartbeat:
     """One per process. Its limits ``stall_s`` and ``silent_s`` and ``folder``, where stacks go, may
     be set at any time."""
 
-    def __init__(
-        self, rank: int, peers: Sequence[Peer], watchdog: CollectiveWatchdog | None
-    ) -> None:
-        """``watchdog``: None in a world of one, which has no store."""
+    def __init__(self, rank: int, peers: Sequence[Peer]) -> None:
         here = socket.gethostname()
         hosts = list(dict.fromkeys(peer.host for peer in peers))
         self.stall_s = STALL_S
@@ -87,7 +83,7 @@ class Heartbeat:
         self._local = [peer for peer in peers if peer.host == here and peer.rank != rank]
         self._here = here
         self._next = hosts[(hosts.index(here) + 1) % len(hosts)]
-        self._watchdog = watchdog
+        self._is_alone = len(peers) == 1  # a world of one has no store
         self._stopped: dict[int, Count] = {}
         self._next_beats = Count()
         self._launch_done = Count()
@@ -99,13 +95,13 @@ class Heartbeat:
         STATE.announce = self._announce if self._next != here else None
         stacks.answer_signal()
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-        if watchdog is not None:
+        if not self._is_alone:
             threading.Thread(target=self._guard, name="heartbeat guard", daemon=True).start()
 
     def _run(self) -> None:
         store: dist.TCPStore | None = None
         try:
-            store = connect() if self._watchdog is not None else None
+            store = None if self._is_alone else connect()
             while True:
                 time.sleep(BEAT_S)
                 if store is None:
@@ -122,7 +118,7 @@ class Heartbeat:
         while True:
             time.sleep(BEAT_S)
             if answered.seen(self._beats) >= self.silent_s:
-                failed_host.write(STATE.failed_host, self._peers[0].host)
+                note_failed_host(STATE.failed_host, self._peers[0].host)
                 self._end(self._store_gone(""))
 
     def _store_gone(self, why: str) -> str:
@@ -136,8 +132,6 @@ class Heartbeat:
         store.add(_beats_of(self._here), 1)
         if store.add(_ALARM, 0):
             self._answer(store)
-        if self._watchdog is not None:
-            self._watchdog.check(store)
         self._look_at_neighbors(store)
         if self._next != self._here:
             silent_s = self._next_beats.seen(store.add(_beats_of(self._next), 0))
@@ -228,7 +222,7 @@ class Heartbeat:
         empty: none is known to be."""
         first = store.compare_set(_CAUSE, "", cause).decode()
         if first == cause:
-            failed_host.write(STATE.failed_host, host)
+            note_failed_host(STATE.failed_host, host)
         store.add(_ALARM, 1)
         self._end(first)
 
@@ -270,7 +264,7 @@ class Heartbeat:
             except RuntimeError:  # all others have gone already
                 return False
 
-        if self._watchdog is not None:
+        if not self._is_alone:
             bounded(tell)
 
 

@@ -13,14 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.guard.collective_watchdog import rank_list
 
 SIGNAL = signal.SIGUSR2
 _SHOWN = 6  # different places
-_WAITING = (
-    "launch.py",
-    "collective_watchdog.py",
-)  # the collectives of control: their caller says more
+_WAITING = "launch.py"  # the collectives of control: their caller says more
 
 
 def answer_signal() -> None:
@@ -61,13 +57,20 @@ def place() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(traceback.extract_stack(frame))
     own = [each for each in stack if "megatron_rl" in Path(each.filename).parts] or stack
-    waits = Path(own[-1].filename).name in _WAITING
-    callers = [each for each in own if Path(each.filename).name not in _WAITING]
+    waits = Path(own[-1].filename).name == _WAITING
+    callers = [each for each in own if Path(each.filename).name != _WAITING]
     inside = (callers or own)[-1]
     where = f"{Path(inside.filename).name}:{inside.lineno} ({inside.name})"
     if waits:
         where = f"waits in {where}"
     return f"{where}; last: {ACTIVITY.doing}"
+
+
+def rank_list(numbers: list[int]) -> str:
+    """Example: ``[1, 3]`` gives ``ranks 1, 3``; of many the first eight."""
+    shown = ", ".join(map(str, numbers[:8]))
+    more = ", ..." if len(numbers) > 8 else ""
+    return f"rank{'s' * (len(numbers) > 1)} {shown}{more}"
 
 
 def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None) -> str:

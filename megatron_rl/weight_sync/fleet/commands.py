@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
 from http.client import (
     HTTPConnection,
@@ -13,12 +12,10 @@ from http.client import (
     IncompleteRead,
 )
 from typing import Any, Literal
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import HTTPHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 InFlight = Literal["wait", "abort", "keep"]
-_PORTS = {"http": 80, "https": 443}
+_CONNECTIONS = {"http": HTTPConnection, "https": HTTPSConnection}
 # A machine without power does not even refuse a connection. A running one takes it at once, however
 # long its command then takes.
 CONNECT_S = 10.0
@@ -50,53 +47,60 @@ class HttpServer:
         self.headers = {"Content-Type": "application/json"}
         if secret:
             self.headers["Authorization"] = f"Bearer {secret}"
-        # Through no proxy: the weights go to this address directly, so the commands can.
-        self.opener = build_opener(ProxyHandler({}), _Plain(), _Encrypted())
 
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, method: str = "POST", **query: Any
     ) -> Any:
         """The answer of the server, parsed. Raises ConnectionError with what is wrong and what to
         do."""
-        url = f"{self.url}/{path}"
-        if query:
-            url += f"?{urlencode(query)}"
+        url = f"{self.url}/{path}" + (f"?{urlencode(query)}" if query else "")
         data = None if body is None else json.dumps(body).encode()
+        connection = self._connected(f"{method} {url}")
         try:
-            request = Request(url, data, self.headers, method=method)
-            with self.opener.open(request, timeout=self.timeout_s) as answer:
+            connection.request(method, url.partition(urlsplit(url).netloc)[2], data, self.headers)
+            answer = connection.getresponse()
+            if answer.status == 200:
                 return json.loads(answer.read() or b"null")  # most commands answer with nothing
-        except HTTPError as error:
-            remedy = _REMEDIES.get(error.code, "")
-            raise ConnectionError(
-                f"{method} {url}: the server answers {error.code} {error.reason}:"
-                f" {_words(error)}{remedy}"
-            ) from error
+            problem = (
+                f"the server answers {answer.status} {answer.reason}: {_words(answer)}"
+                f"{_REMEDIES.get(answer.status, '')}"
+            )
         except (OSError, ValueError, HTTPException) as error:
-            kind = ConnectionError
-            if isinstance(error, URLError) and isinstance(error.reason, NotReachedError):
-                kind = NotReachedError
-            raise kind(
+            raise ConnectionError(
                 f"{method} {url}: no answer from a vLLM server ({error}); is it up, and the address"
                 " right?"
             ) from error
+        finally:
+            connection.close()
+        raise ConnectionError(f"{method} {url}: {problem}")
+
+    def _connected(self, what: str) -> HTTPConnection:
+        """A connection through no proxy: the weights go to this address directly, so the commands
+        can. It is there soon or not at all; ``timeout_s`` is for the answer."""
+        url = urlsplit(self.url)
+        if url.scheme not in _CONNECTIONS:
+            raise ConnectionError(
+                f"{self.url}: the address of a server begins with http:// or https://"
+            )
+        limit_s = min(CONNECT_S, self.timeout_s)
+        try:
+            connection = _CONNECTIONS[url.scheme](url.netloc, timeout=limit_s)
+            connection.connect()
+        except (OSError, HTTPException) as error:
+            raise NotReachedError(
+                f"{what}: no server is reached, no connection within {limit_s:g} s ({error}); is it"
+                " up, and the address right?"
+            ) from error
+        connection.sock.settimeout(self.timeout_s)
+        return connection
 
     def address(self) -> str:
         """The address of this machine, as the server sees it."""
+        connection = self._connected(self.url)
         try:
-            url = urlsplit(self.url)
-            address = (url.hostname, url.port or _PORTS[url.scheme])
-            limit_s = min(CONNECT_S, self.timeout_s)
-            with socket.create_connection(address, timeout=limit_s) as connection:
-                return connection.getsockname()[0]
-        except KeyError as error:
-            raise ConnectionError(
-                f"{self.url}: the address of a server begins with http:// or https://"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise NotReachedError(
-                f"{self.url}: no server is reached ({error}); is it up, and the address right?"
-            ) from error
+            return connection.sock.getsockname()[0]
+        finally:
+            connection.close()
 
     def num_workers(self) -> int:
         """Workers of all replicas of the server."""
@@ -171,39 +175,12 @@ def switch_weights(server: HttpServer, version: int, in_flight: InFlight) -> Non
     server.resume()
 
 
-def _words(error: HTTPError) -> str:
+def _words(answer: HTTPResponse) -> str:
     """What the server says of it. One that ends at this moment says less, or nothing."""
     try:
-        text = error.read()
+        text = answer.read()
     except IncompleteRead as cut:
         text = cut.partial
     except (OSError, HTTPException) as cut:
         text = f"({cut})".encode()
     return text.decode(errors="replace")[:_SHOWN]
-
-
-class _QuickToConnect(HTTPConnection):
-    """``timeout`` is for the answer; the connection is there sooner or not at all."""
-
-    def connect(self) -> None:
-        limit_s = self.timeout
-        self.timeout = CONNECT_S if limit_s is None else min(CONNECT_S, limit_s)
-        try:
-            super().connect()
-        except OSError as error:
-            raise NotReachedError(f"no connection within {self.timeout:g} s: {error}") from error
-        self.sock.settimeout(limit_s)
-
-
-class _QuickToConnectEncrypted(_QuickToConnect, HTTPSConnection):
-    """The same for https: its handshake is part of the connection."""
-
-
-class _Plain(HTTPHandler):
-    def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_QuickToConnect, req)
-
-
-class _Encrypted(HTTPSHandler):
-    def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_QuickToConnectEncrypted, req)

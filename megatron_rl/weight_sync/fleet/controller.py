@@ -6,7 +6,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from typing import NamedTuple, TypeVar
@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from megatron_rl.runtime.joint_group import Barrier, combined, peer_timeout_s, serve_store
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.fleet.commands import HttpServer
-from megatron_rl.weight_sync.fleet.update_kinds import UpdateKind
+from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, NotReachedError
 
 Answer = TypeVar("Answer")
 _Reasons = dict[str, str]  # name of a server -> what is wrong with it
+_POLL_S = 0.02
+_LOOK_EVERY_S = 2.0
 
 
 class ServersError(RuntimeError):
@@ -57,16 +58,27 @@ class FleetController:
     the responses.
 
     Every step has a name of its own, under which rank 0 and the workers pass the barrier.
+
+    An update replaces the weights of servers that are paused from ``begin`` to ``end_update``; or
+    new weights are staged, while servers sample with their old ones throughout, and
+    ``commands.switch_weights`` makes them continue with the new ones.
     """
 
     def __init__(
-        self, servers: Mapping[str, HttpServer], options: TransferOptions, secret: str
+        self,
+        servers: Mapping[str, HttpServer],
+        options: TransferOptions,
+        secret: str,
+        in_flight: InFlight,
     ) -> None:
-        """``servers``: by name; their workers have their ranks in this order."""
+        """``servers``: by name; their workers have their ranks in this order. ``in_flight``: what
+        becomes of requests under way when a server is paused."""
         self._servers = dict(servers)
         self._options = options
         self._peer_timeout_s = peer_timeout_s(options.timeout_s)
         self._secret = secret
+        self._in_flight: InFlight = in_flight
+        self._is_staged = False  # the update that has begun last
         self._pool = ThreadPoolExecutor(len(servers))
         self._updates = 0
         self._step = ""
@@ -108,14 +120,27 @@ class FleetController:
         self._begin_step("init", init)
         return own, self._store.port, size
 
-    def begin(self, kind: UpdateKind) -> _Reasons:
+    def begin(self, *, staged: bool) -> _Reasons:
         """Returns the servers that an update cannot begin with, for instance since they do not
         pause in time. They are to continue serving; one that is not reached has received nothing,
         and is not called a second time."""
-        _, lost = self._each(kind.begin)
-        return lost
+        self._is_staged = staged
+        return self._each((lambda server: server.alive()) if staged else self._pause)[1]
 
-    def begin_update(self, version: int, kind: UpdateKind) -> None:
+    def _pause(self, server: HttpServer) -> None:
+        """One that cannot pause resumes."""
+        try:
+            server.pause(self._in_flight)
+        except NotReachedError:
+            raise
+        except ConnectionError as error:
+            try:
+                server.resume()
+            except ConnectionError as also:
+                raise ConnectionError(f"{error}; the server may be paused: {also}") from error
+            raise
+
+    def begin_update(self, version: int) -> None:
         """Returns when every worker is about to begin it.
 
         Raises:
@@ -126,12 +151,22 @@ class FleetController:
         info = {"step": step, "version": version}
 
         def carry_out(name: str) -> None:
-            kind.carry_out(self._servers[name], info, lambda: self._has_ended(step, name))
+            server = self._servers[name]
+            if not self._is_staged:
+                server.update(info)
+                return
+            server.stage(info)
+            look_at = time.monotonic() + _LOOK_EVERY_S
+            while not self._has_ended(step, name):
+                if time.monotonic() > look_at:
+                    server.alive()
+                    look_at = time.monotonic() + _LOOK_EVERY_S
+                time.sleep(_POLL_S)
 
         self._begin_step(step, carry_out)
 
     def _has_ended(self, step: str, name: str) -> bool:
-        """Raises ConnectionError where their report is overdue."""
+        """Raises ConnectionError where the report of its workers is overdue."""
         assert self._barrier is not None, "connect first"
         if self._barrier.has_reported(step, self._ranks[name]):
             return True
@@ -144,8 +179,7 @@ class FleetController:
 
     def _expect_reports(self) -> None:
         """This side has ended its part of the step."""
-        now_s = time.monotonic()
-        self._report_by = min(self._report_by, now_s + self._options.timeout_s)
+        self._report_by = min(self._report_by, time.monotonic() + self._options.timeout_s)
 
     def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
         """Gives the command and waits until every worker is about to begin the step."""
@@ -156,14 +190,18 @@ class FleetController:
         self._commands = {name: self._pool.submit(command, name) for name in self._servers}
         all_ranks = [rank for ranks in self._ranks.values() for rank in ranks]
         problems = self._barrier.release(step, all_ranks, self._absent)
-        lost = {name: _of(ranks, problems) for name, ranks in self._ranks.items()}
-        lost = {name: why for name, why in lost.items() if why}
+        lost = {}
+        for name, ranks in self._ranks.items():
+            of_server = {rank: problems[rank] for rank in ranks if rank in problems}
+            if of_server:
+                lost[name] = combined(of_server)
         if lost:
             raise ServersError(lost)
 
     def _absent(self) -> dict[int, str]:
         """The workers that will not come, since their command is over or the others have waited
         long enough, and why."""
+        assert self._barrier is not None, "connect first"
         is_late = time.monotonic() > self._late_at
         reasons: dict[int, str] = {}
         for name, command in self._commands.items():
@@ -171,16 +209,14 @@ class FleetController:
             if command.done():
                 error = command.exception()
                 why = "the server answered before its workers came" if error is None else str(error)
-            elif is_late and not self._has_arrived(name):
+            elif is_late and not all(
+                self._barrier.has_arrived(self._step, rank) for rank in self._ranks[name]
+            ):
                 self._silent.add(name)
                 why = f"its workers did not come within {self._peer_timeout_s:g} s"
             if why:
                 reasons |= dict.fromkeys(self._ranks[name], why)
         return reasons
-
-    def _has_arrived(self, name: str) -> bool:
-        assert self._barrier is not None, "connect first"
-        return all(self._barrier.has_arrived(self._step, rank) for rank in self._ranks[name])
 
     def ends(self) -> StepOutcome:
         """Waits until every server has ended its part of the step."""
@@ -198,28 +234,36 @@ class FleetController:
                 ends.problems[name] = problem
         return ends
 
-    def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> _Reasons:
+    def end_update(self, version: int, names: Collection[str]) -> _Reasons:
         """Has these servers, which have all weights, resume. Returns those that do not."""
-        _, lost = self._each(lambda server: kind.end(server, version), names)
-        return lost
 
-    def call_off(self, kind: UpdateKind) -> _Reasons:
+        def end(server: HttpServer) -> None:
+            server.finish(version)
+            server.resume()
+
+        return {} if self._is_staged else self._each(end, names)[1]
+
+    def call_off(self) -> _Reasons:
         """After an update that every rank refused: the servers continue with their old weights.
         Returns those that cannot."""
         ends = self.ends()
         willing = set(self._servers) - set(ends.lost) - set(ends.problems)
         if willing:
             return dict.fromkeys(willing, "some of the workers did not refuse it")
-        _, lost = self._each(kind.call_off, ends.problems)
+
+        def call_off(server: HttpServer) -> None:
+            server.cancel()
+            server.resume()
+
+        lost = {} if self._is_staged else self._each(call_off, ends.problems)[1]
         return {name: f"calling it off: {why}" for name, why in {**ends.lost, **lost}.items()}
 
-    def release(self, kind: UpdateKind, names: Collection[str]) -> _Reasons:
+    def release(self, names: Collection[str]) -> _Reasons:
         """After an update that broke off: these servers may begin another. Returns those that may
         not."""
         for name in names:
             self._commands[name].exception()  # it is over
-        _, lost = self._each(kind.release, names)
-        return lost
+        return {} if self._is_staged else self._each(lambda server: server.cancel(), names)[1]
 
     def _all(self, command: Callable[[HttpServer], Answer]) -> dict[str, Answer]:
         """The answers of all servers. Raises ServersError when there are not so many."""
@@ -255,11 +299,6 @@ class FleetController:
         self._pool.shutdown(wait=False)
         self._store = None
         self._barrier = None
-
-
-def _of(ranks: Iterable[int], problems: Mapping[int, str]) -> str:
-    """The problems of one server."""
-    return combined({rank: problems.get(rank, "") for rank in ranks})
 
 
 def _shared_address(addresses: Collection[str]) -> str:

@@ -11,20 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from megatron_rl.errors import WeightSyncError, first_line
-from megatron_rl.protocols import WeightSource
-from megatron_rl.runtime.launch import World
-from megatron_rl.types import SyncReport, TransferOptions
-from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight
+from megatron_rl.types import SyncReport
+from megatron_rl.weight_sync.fleet.commands import HttpServer
 from megatron_rl.weight_sync.fleet.controller import ServersError
 from megatron_rl.weight_sync.fleet.joint import JointSync, TrainingSide
-from megatron_rl.weight_sync.reshard import Plans
 
 Names = tuple[str, ...]
-# A plan for many servers is large, and each loss and each newcomer makes another.
-_MAX_PLANS = 8
 
 
 @dataclass(frozen=True)
@@ -65,28 +58,15 @@ class _FleetRound:
 
 
 @dataclass
-class FleetSync:
+class FleetSync(TrainingSide):
     """The trainer's end of the weight syncs to all servers.
 
     Attributes:
-        source: the policy's weights.
-        secret: of the run; workers know it from the server's VLLM_API_KEY.
-        in_flight_requests: what becomes of requests under way when a server is paused.
-        device: where the policy's weights are; the servers' must be of the same kind.
         make_server: makes the commands of a server from its URL; rank 0 alone calls them.
     """
 
-    source: WeightSource
-    world: World
-    secret: str
-    options: TransferOptions
-    in_flight_requests: InFlight
-    device: torch.device | str
     make_server: Callable[[str], HttpServer] | None = None
-    plans: Plans = field(default_factory=dict)
     _groups: dict[Names, JointSync] = field(default_factory=dict)
-    # Servers that could not be in one group with those of another number.
-    _apart: dict[str, int] = field(default_factory=dict)
 
     def sync(
         self, version: int, servers: Mapping[str, str], *, staged: bool = False
@@ -100,11 +80,11 @@ class FleetSync:
             ValueError: a training parameter changed its dtype or shape.
         """
         done = _FleetRound(servers, staged)
-        waiting = self._push_groups(servers)
+        # The same order whenever the servers are the same; names begin with that of the machine,
+        # so those of a node are neighbors.
+        waiting = [tuple(sorted(servers))] if servers else []
         while waiting:
             waiting = [*self._push(version, waiting[0], done), *waiting[1:]]
-        for name in done.lost:
-            self._apart.pop(name, None)
         return done.report(version)
 
     def keep(self, servers: Collection[str]) -> None:
@@ -113,26 +93,13 @@ class FleetSync:
             if not set(names) <= set(servers):
                 self._groups.pop(names).close()
 
-    def _push_groups(self, servers: Mapping[str, str]) -> list[Names]:
-        """The groups that servers are pushed to in: one, unless some did not fit the others. In an
-        order of its own: names begin with that of the machine, so like servers on
-        like machines have the plan that was made for others."""
-        groups: dict[int, list[str]] = {}
-        for name in sorted(servers):
-            groups.setdefault(self._apart.get(name, 0), []).append(name)
-        return [tuple(names) for names in groups.values()]
-
     def _push(self, version: int, names: Names, done: _FleetRound) -> list[Names]:
         """One attempt. Returns whom to try again, and with whom."""
         try:
             group = self._connected({name: done.servers[name] for name in names})
         except (OSError, RuntimeError, ValueError) as error:
-            # What those do not fit who fit alone is each other: the next time they are apart.
             lost = error.lost if isinstance(error, ServersError) else {}
-            again = _again(names, (), lost, first_line(error), done)
-            for part in again[1:]:
-                self._apart |= dict.fromkeys(part, 1 + max(self._apart.values(), default=0))
-            return again
+            return _again(names, (), lost, first_line(error), done)
         try:
             pushed = group.sync(version, staged=done.staged)
         except WeightSyncError as error:
@@ -149,24 +116,12 @@ class FleetSync:
     def _connected(self, servers: Mapping[str, str]) -> JointSync:
         """Collective: the group of these servers and no others, which may have been in others."""
         names = tuple(servers)
-        if names in self._groups:
-            return self._groups[names]
-        for others in list(self._groups):
-            if not set(others).isdisjoint(names):
-                self._groups.pop(others).close()
-        make = self.make_server or self._http_server
-        trainer = TrainingSide(
-            self.source,
-            self.world,
-            self.options,
-            self.in_flight_requests,
-            torch.device(self.device),
-            self.secret,
-            self.plans,
-        )
-        self._groups[names] = JointSync(trainer, {name: make(servers[name]) for name in names})
-        for shape in list(self.plans)[:-_MAX_PLANS]:
-            del self.plans[shape]
+        if names not in self._groups:
+            for others in list(self._groups):
+                if not set(others).isdisjoint(names):
+                    self._groups.pop(others).close()
+            make = self.make_server or self._http_server
+            self._groups[names] = JointSync(self, {name: make(servers[name]) for name in names})
         return self._groups[names]
 
     def _http_server(self, url: str) -> HttpServer:

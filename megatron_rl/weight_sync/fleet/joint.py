@@ -25,28 +25,27 @@ from megatron_rl.weight_sync.fleet.controller import (
     StepOutcome,
     problem_text,
 )
-from megatron_rl.weight_sync.fleet.update_kinds import InPlaceUpdate, StagedUpdate, UpdateKind
 from megatron_rl.weight_sync.planner.plan import Plan
-from megatron_rl.weight_sync.reshard import Plans, ReshardSync
+from megatron_rl.weight_sync.reshard import ReshardSync
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingSide:
     """The training side of all joint syncs.
 
     Attributes:
-        device: where the policy's weights are.
-        secret: of the run.
-        plans: those made for other servers, one for servers that are cut alike is not made again.
+        source: the policy's weights.
+        secret: of the run; workers know it from the server's VLLM_API_KEY.
+        in_flight_requests: what becomes of requests under way when a server is paused.
+        device: where the policy's weights are; the servers' must be of the same kind.
     """
 
     source: WeightSource
     world: World
+    secret: str
     options: TransferOptions
     in_flight_requests: InFlight
-    device: torch.device
-    secret: str = ""
-    plans: Plans = field(default_factory=dict)
+    device: torch.device | str
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,9 @@ class JointSync:
         self.names = tuple(servers)
         self._trainer = trainer
         self._world = trainer.world
-        self._controller = FleetController(servers, trainer.options, trainer.secret)
-        self._kind: UpdateKind = InPlaceUpdate(trainer.in_flight_requests)  # of the last update
+        self._controller = FleetController(
+            servers, trainer.options, trainer.secret, trainer.in_flight_requests
+        )
         self._group: dist.ProcessGroup | None = None
         self._sync: ReshardSync | None = None
         try:
@@ -101,7 +101,9 @@ class JointSync:
     def _connect(self) -> Plan:
         """Collective over the trainer's ranks: one group with the workers, and the plan."""
         place = self._world.from_main(
-            lambda: self._controller.connect(self._world.size, self._trainer.device.type)
+            lambda: self._controller.connect(
+                self._world.size, torch.device(self._trainer.device).type
+            )
         )
         failed: Exception | None = None
         try:
@@ -134,7 +136,6 @@ class JointSync:
             gpus_per_node=None,
             device=trainer.device,
             group=self._group,
-            plans=trainer.plans,
         )
 
     def sync(self, version: int, *, staged: bool = False) -> PushResult:
@@ -149,14 +150,12 @@ class JointSync:
         assert self._sync is not None, "it is connected"
         start = time.perf_counter()
         progress = SyncProgress(version)
-        kind = StagedUpdate() if staged else InPlaceUpdate(self._trainer.in_flight_requests)
-        self._kind = kind
-        lost = self._world.from_main(lambda: self._controller.begin(kind))
+        lost = self._world.from_main(lambda: self._controller.begin(staged=staged))
         if lost:
             return self._stopped(progress, lost)
         progress.stage = Stage.INVITED
         try:
-            self._world.from_main(lambda: self._controller.begin_update(version, kind))
+            self._world.from_main(lambda: self._controller.begin_update(version))
         except RuntimeError as error:  # of the servers, of the store
             self._leave(error)
             lost = error.lost if isinstance(error, ServersError) else {}
@@ -190,7 +189,7 @@ class JointSync:
             return report, ""
         if all(refused for refused, _ in everyone):
             # Workers too have raised, and nothing has moved.
-            lost = self._world.from_main(lambda: self._controller.call_off(self._kind))
+            lost = self._world.from_main(lambda: self._controller.call_off())
             if not lost and failed is not None:
                 raise failed
             problems.append(problem_text(lost))
@@ -208,7 +207,7 @@ class JointSync:
         if done:
             progress.stage = Stage.COMPLETE
             stuck = self._world.from_main(
-                lambda: self._controller.end_update(progress.version, self._kind, done)
+                lambda: self._controller.end_update(progress.version, done)
             )
             lost |= {name: f"{progress}: {why}" for name, why in stuck.items()}
         if lost or unfinished:
@@ -243,7 +242,7 @@ class JointSync:
         that are unfinished may be pushed to by another. Where one may not, it says so then."""
         self._leave()
         if pushed.stage is not Stage.NOT_BEGUN and pushed.unfinished:
-            self._world.from_main(lambda: self._controller.release(self._kind, pushed.unfinished))
+            self._world.from_main(lambda: self._controller.release(pushed.unfinished))
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:

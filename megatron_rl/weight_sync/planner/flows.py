@@ -3,7 +3,6 @@ same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -150,59 +149,9 @@ class Flows:
                 rows.append((flow[chosen], sender, receiver, zeros + delay, zeros + turn))
         return rows
 
-    @cached_property
-    def streams(self) -> Mapping[Stream, int]:
-        """Bytes between each two ranks that exchange any."""
-        flow, sender, receiver, _, _ = self.edges
-        keys = np.stack([sender, receiver, self.dtype[flow]])
-        pairs, inverse = np.unique(keys, axis=1, return_inverse=True)
-        sizes = np.zeros(pairs.shape[1], dtype=np.int64)
-        np.add.at(sizes, inverse, self.size[flow])
-        streams = {}
-        for source, target, dtype, size in zip(*pairs, sizes, strict=True):
-            streams[Stream(int(source), int(target), self.dtypes[dtype])] = int(size)
-        return streams
-
     def bytes_by_link(self) -> dict[str, int]:
         """Bytes of all edges within nodes and across."""
         flow, sender, receiver, _, _ = self.edges
         within = self.nodes.same(sender, receiver)
         size = self.size[flow]
         return {SAME_NODE: int(size[within].sum()), ACROSS_NODES: int(size[~within].sum())}
-
-
-class Part(NamedTuple):
-    """What one source of a delivery sends: ``size`` bytes from ``sources[i]`` to ``targets[i]``,
-    for each i. ``dtype``, ``fan``: as in ``Flows``."""
-
-    sources: np.ndarray
-    targets: np.ndarray
-    dtype: int
-    fan: int
-    size: int
-
-
-def gathered(parts: Sequence[Part], num_ranks: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """``(columns, flow)``: what goes the same way, added up, as the columns source, target, dtype,
-    fan, size; and the flow of each entry of each part."""
-    if not parts:
-        return [np.zeros(0, dtype=np.int64)] * 5, []
-    dtypes = 1 + max(part.dtype for part in parts)
-    fans = 1 + max(part.fan for part in parts)
-    # A way as one number, whose digits are source, target, dtype and fan: equal ways are found, and
-    # sorted in this order, without a loop over millions of entries.
-    keys = []
-    for part in parts:
-        ends = part.sources * num_ranks + part.targets
-        keys.append((ends * dtypes + part.dtype) * fans + part.fan)
-    lengths = [len(part.sources) for part in parts]
-    sizes = np.repeat([part.size for part in parts], lengths)
-    flows, inverse = np.unique(np.concatenate(keys), return_inverse=True)
-    size = np.zeros(len(flows), dtype=np.int64)
-    np.add.at(size, inverse, sizes)
-    # The digits of each way, from the last one on.
-    rest, fan = np.divmod(flows, fans)
-    rest, dtype = np.divmod(rest, dtypes)
-    source, target = np.divmod(rest, num_ranks)
-    flow_of_part = np.split(inverse.astype(np.int32), np.cumsum(lengths)[:-1])
-    return [source, target, dtype, fan, size], flow_of_part

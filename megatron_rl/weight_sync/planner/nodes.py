@@ -67,16 +67,9 @@ class Nodes:
         return self.of_rank[a] == self.of_rank[b]
 
 
-class Local(NamedTuple):
-    """``region``, a part of the shard ``within`` of the same place."""
-
-    place: int
-    region: Slice
-    within: Slice
-
-
-class FromSameNode(NamedTuple):
-    """``region``, needed at ``place``, a part of the shard ``within`` at each of ``holders``."""
+class FromNode(NamedTuple):
+    """``region``, needed at ``place``, a part of the shard ``within`` at each of ``holders``: the
+    place itself, which copies it, or others of the node."""
 
     place: int
     region: Slice
@@ -103,8 +96,7 @@ class NodeDemand:
         unavailable: a place and a slice that no rank has.
     """
 
-    local: tuple[Local, ...]
-    from_same_node: tuple[FromSameNode, ...]
+    from_node: tuple[FromNode, ...]
     from_remote: tuple[FromRemote, ...]
     missing: int
     entering: int
@@ -120,23 +112,23 @@ def node_demand(held: tuple[Slices, ...], wanted: tuple[Slices, ...], shards: Sl
 
     Kept, since nodes and classes repeat; hence tuples all the way down, which can be hashed.
     """
-    local = []
-    from_same_node = []
+    from_node = []
     left: list[list[Slice]] = []
-    mates = dict.fromkeys(chain.from_iterable(held))  # what they hold, each once
+    on_node = dict.fromkeys(chain.from_iterable(held))  # each shard once
     for place, wishes in enumerate(wanted):
         missing: list[Slice] = []
         for region in wishes:
             missing += without(region, missing)
-        for shard in held[place]:
-            local += [Local(place, region, shard) for region in each_inside(missing, shard)]
+        # Its own shards first, which travel nowhere.
+        nearest: list[tuple[Slice, tuple[int, ...]]] = [(shard, (place,)) for shard in held[place]]
+        for shard in on_node:
+            mates = tuple(i for i, regions in enumerate(held) if shard in regions and i != place)
+            if mates:
+                nearest.append((shard, mates))
+        for shard, holders in nearest:
+            taken = each_inside(missing, shard)
+            from_node += [FromNode(place, region, shard, holders) for region in taken]
             missing = each_without(missing, shard)
-        for shard in mates:
-            holders = tuple(i for i, regions in enumerate(held) if shard in regions and i != place)
-            if holders:
-                taken = each_inside(missing, shard)
-                from_same_node += [FromSameNode(place, region, shard, holders) for region in taken]
-                missing = each_without(missing, shard)
         left.append(missing)
     from_remote = []
     unavailable = None
@@ -154,16 +146,9 @@ def node_demand(held: tuple[Slices, ...], wanted: tuple[Slices, ...], shards: Sl
     missing_elements = 0
     for own, wishes in zip(held, wanted, strict=True):
         missing_elements += covered(wishes) - covered(wishes, own)
-    on_node = list(chain.from_iterable(wanted))
-    entering = covered(on_node) - covered(on_node, list(mates))
-    return NodeDemand(
-        tuple(local),
-        tuple(from_same_node),
-        tuple(from_remote),
-        missing_elements,
-        entering,
-        unavailable,
-    )
+    all_wishes = list(chain.from_iterable(wanted))
+    entering = covered(all_wishes) - covered(all_wishes, list(on_node))
+    return NodeDemand(tuple(from_node), tuple(from_remote), missing_elements, entering, unavailable)
 
 
 def elements(region: Slice) -> int:

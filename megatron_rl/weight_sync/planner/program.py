@@ -4,8 +4,8 @@ copies, round by round."""
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -114,15 +114,9 @@ class Program:
     uses: Mapping[str, int]
 
 
-class _Member(NamedTuple):
-    """Shard ``index`` of a group."""
-
-    group: ShardGroup
-    index: int
-
-
-# tensor -> slice -> the shards that are that slice (several where a tensor is kept twice)
-_Index = Mapping[str, Mapping[Slice, Sequence[_Member]]]
+# tensor -> slice -> its views (several where a tensor is kept twice), each as a group of shards and
+# the number of the shard in it
+_Index = Mapping[str, Mapping[Slice, Sequence[tuple[ShardGroup, int]]]]
 
 
 def compile_program(
@@ -133,58 +127,48 @@ def compile_program(
     places = _Places(_index(sources), _index(targets))
     copies = tuple(_copies(plan, rank, places))
     rounds = tuple(_rounds(plan, rank, places))
-    return Program(
-        rank,
-        rounds,
-        copies,
-        plan.schedule.rounds_in_flight,
-        _extents(sources),
-        _extents(targets),
-        _count_uses(rounds, copies),
-    )
+    extents = (_extents(sources), _extents(targets))
+    in_flight = plan.schedule.rounds_in_flight
+    return Program(rank, rounds, copies, in_flight, *extents, _count_uses(rounds, copies))
 
 
 def _index(groups: Sequence[ShardGroup]) -> _Index:
-    index: dict[str, dict[Slice, list[_Member]]] = defaultdict(lambda: defaultdict(list))
+    index: dict[str, dict[Slice, list]] = defaultdict(lambda: defaultdict(list))
     for group in groups:
         for i, tensor in enumerate(group.names):
-            index[tensor][group.region].append(_Member(group, i))
+            index[tensor][group.region].append((group, i))
     return index
 
 
-@dataclass(frozen=True)
-class _Places:
+class _Places(NamedTuple):
     """The places where the rank has, and needs, slices of tensors."""
 
     at_source: _Index
     at_target: _Index
-    leaving: dict[tuple[str, Slice], tuple[Landing, ...]] = field(default_factory=dict)
 
     def source_view(self, tensor: str, within: Slice, region: Slice) -> View:
         """Any of the places where the source shard lies will do."""
-        group, index = self.at_source[tensor][within][0]
-        return subview(group, index, region)
-
-    def out(self, tensor: str, within: Slice, region: Slice) -> tuple[Landing, ...]:
-        """The place where the sender reads the slice; the same for all receivers."""
-        if (tensor, region) not in self.leaving:
-            view = self.source_view(tensor, within, region)
-            self.leaving[tensor, region] = (Landing(_window(region, region), view),)
-        return self.leaving[tensor, region]
+        return subview(*self.at_source[tensor][within][0], region)
 
     def landings(self, tensor: str, region: Slice) -> Iterator[tuple[Slice, View]]:
         """Every place of this process that needs a part of the slice, with that part."""
         for wanted, members in self.at_target[tensor].items():
             common = intersect(wanted, region)
             if common is not None:
-                for group, index in members:
-                    yield common, subview(group, index, common)
+                for member in members:
+                    yield common, subview(*member, common)
 
-    def into(self, tensor: str, region: Slice) -> tuple[Landing, ...]:
-        """The places where the receiver writes the slice."""
-        return tuple(
-            Landing(_window(wanted, region), view) for wanted, view in self.landings(tensor, region)
-        )
+    def chunk(self, piece: _Piece, is_source: bool) -> BucketChunk:
+        """With the place that the source reads, or every place that a receiver writes to."""
+        begin, tensor, region, within = piece
+        if is_source:
+            places: Iterable[tuple[Slice, View]] = [
+                (region, self.source_view(tensor, within, region))
+            ]
+        else:
+            places = self.landings(tensor, region)
+        landings = tuple(Landing(_window(part, region), view) for part, view in places)
+        return BucketChunk(tensor, begin, region, landings)
 
 
 def _copies(plan: Plan, rank: int, places: _Places) -> Iterator[LocalCopy]:
@@ -201,35 +185,26 @@ def _copies(plan: Plan, rank: int, places: _Places) -> Iterator[LocalCopy]:
             yield LocalCopy(tensor, places.source_view(tensor, delivery.within, region), view)
 
 
-class _Parcels(NamedTuple):
-    """slices of tensors in the order in which they are in a flow, which all of its ranks must
-    follow: by tensor, then by delivery."""
-
-    delivery: list[int]
-    turn: list[int]  # number of the tensor in its class
-
-
-def _parcels(plan: Plan, chosen: np.ndarray) -> dict[int, _Parcels]:
-    """The parcels of each flow that ``chosen`` marks."""
+def _parcels(plan: Plan, chosen: np.ndarray) -> dict[int, np.ndarray]:
+    """Rows (delivery, number of the tensor in its class) of each flow that ``chosen`` marks: the
+    slices in it, in the order that all of its ranks must follow, by tensor, then by delivery."""
     rows: dict[int, list[np.ndarray]] = defaultdict(list)
     orders = [np.array(tensors.order) for tensors in plan.classes]
     for number, (delivery, flows) in enumerate(plan.deliveries):
         if flows is None:
             continue
-        # ``flows`` is [targets, sources of each], as ``delivery.sources`` is.
+        # ``flows`` is [targets, sources of each], as ``delivery.sources`` is: column n is of the
+        # sources that send the n-th tensor, and each k-th after it.
         every_turn = np.array(delivery.turns)
-        # Column n of ``flows`` is of the sources that send the n-th tensor, and each k-th after it.
         for i, n in zip(*np.nonzero(chosen[flows])):
             turns = every_turn[n :: flows.shape[1]]
             order = orders[delivery.class_index][turns]
             rows[int(flows[i, n])].append(np.stack([order, np.full_like(turns, number), turns]))
     parcels = {}
     for flow, blocks in rows.items():
-        order, number_of, turn_of = np.concatenate(blocks, axis=1)
-        sorted_rows = np.lexsort((number_of, order))  # by order, then by delivery
-        parcels[flow] = _Parcels(
-            delivery=number_of[sorted_rows].tolist(), turn=turn_of[sorted_rows].tolist()
-        )
+        columns = np.concatenate(blocks, axis=1)
+        # ``lexsort`` counts its last key first.
+        parcels[flow] = columns[1:, np.lexsort((columns[1], columns[0]))].T
     return parcels
 
 
@@ -279,13 +254,12 @@ def _contents(
     for flow, parcels in _parcels(plan, chosen).items():
         is_source = int(plan.flows.source[flow]) == rank
         for begin, pieces in _fill(plan, flow, parcels):
-            chunks = (_chunk(places, piece, is_source) for piece in pieces)
-            contents[flow, begin] = tuple(chunks)
+            contents[flow, begin] = tuple(places.chunk(piece, is_source) for piece in pieces)
     return contents
 
 
-class _ChunkPlan(NamedTuple):
-    """A parcel, or a part of one, from element ``begin`` of its bucket."""
+class _Piece(NamedTuple):
+    """A slice, or a part of one, from element ``begin`` of its bucket."""
 
     begin: int
     tensor: str
@@ -293,7 +267,7 @@ class _ChunkPlan(NamedTuple):
     within: Slice  # the source shard
 
 
-def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[_ChunkPlan]]]:
+def _fill(plan: Plan, flow: int, parcels: np.ndarray) -> Iterator[tuple[int, list[_Piece]]]:
     """``(first byte, pieces)`` of each bucket of a flow: the parcels in their order, one cut in two
     wherever a bucket is full.
 
@@ -305,35 +279,28 @@ def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[
     itemsize = ITEMSIZE[plan.flows.dtypes[plan.flows.dtype[flow]]]
     waiting = zip(schedule.begin[buckets].tolist(), schedule.size[buckets].tolist(), strict=True)
     begin, size = next(waiting)
-    room = size // itemsize
     used = 0  # elements of the bucket
-    pieces: list[_ChunkPlan] = []
-    for number, turn in zip(*parcels, strict=True):
+    pieces: list[_Piece] = []
+    for number, turn in parcels.tolist():
         delivery = plan.deliveries[number][0]
         tensor = plan.classes[delivery.class_index].names[turn]
         left = deque([delivery.region])
         while left:
-            if used == room:
+            if used == size // itemsize:
                 yield begin, pieces
                 begin, size = next(waiting)
-                room = size // itemsize
                 used = 0
                 pieces = []
             # Either may be several slices; together they keep the row-major order.
-            head, tail = cut(left.popleft(), room - used)
+            head, tail = cut(left.popleft(), size // itemsize - used)
             for region in head:
-                pieces.append(_ChunkPlan(used, tensor, region, delivery.within))
+                pieces.append(_Piece(used, tensor, region, delivery.within))
                 used += elements(region)
             left.extendleft(reversed(tail))  # in front, and ``extendleft`` turns the order around
     yield begin, pieces
-    assert used == room and next(waiting, None) is None, f"flow {flow} holds less than was planned"
-
-
-def _chunk(places: _Places, piece: _ChunkPlan, is_source: bool) -> BucketChunk:
-    begin, tensor, region, within = piece
-    if is_source:
-        return BucketChunk(tensor, begin, region, places.out(tensor, within, region))
-    return BucketChunk(tensor, begin, region, places.into(tensor, region))
+    assert used == size // itemsize and next(waiting, None) is None, (
+        f"flow {flow} holds less than was planned"
+    )
 
 
 def _read_again(chunk: BucketChunk) -> BucketChunk:
@@ -368,10 +335,8 @@ def _count_uses(rounds: Sequence[Round], copies: Sequence[LocalCopy]) -> dict[st
 def _extents(groups: Sequence[ShardGroup]) -> dict[str, Extent]:
     extents: dict[str, Extent] = {}
     for group in groups:
-        nothing = Extent(group.shard.dtype, 0)
-        elements = extent(group.shard)
+        own = Extent(group.shard.dtype, extent(group.shard))
         for key in group.keys:
-            before = extents.get(key, nothing)
             # Several shards may lie in one parameter: the one that reaches farthest counts.
-            extents[key] = Extent(group.shard.dtype, max(elements, before.elements))
+            extents[key] = max(own, extents.get(key, own))
     return extents

@@ -90,83 +90,34 @@ class TensorClass:
         return ITEMSIZE[self.dtype]
 
 
-class _Owned(NamedTuple):
-    """A group of shards, with the role that has or needs it."""
-
-    is_target: bool
-    role: int
-    group: ShardGroup
-
-
-def _every_group(sources: Roles, targets: Roles) -> list[_Owned]:
-    """All groups, those of sources first."""
-    every_group = []
-    for is_target, side in ((False, sources), (True, targets)):
-        for role, groups in enumerate(side.groups):
-            every_group += [_Owned(is_target, role, group) for group in groups]
-    return every_group
-
-
 def tensor_classes(sources: Roles, targets: Roles, cast: bool) -> list[TensorClass]:
     """All classes, in the order of their first tensors. ``cast``: the two sides may have different
     floating types. Raises ValueError for a shape or dtype in which ranks disagree."""
-    every_group = _every_group(sources, targets)
-    columns = {owned.group.names for owned in every_group}  # most groups share their names
-    names = sorted(set().union(*columns), key=natural)
-    if not names:
-        return []
-    place = {name: i for i, name in enumerate(names)}
-    places = {}
-    for column in columns:
-        places[column] = np.array([place[name] for name in column])
     numbers: dict[ShardPattern, int] = {}  # in order of appearance: patterns of sources come first
-    # Two columns of pairs (tensor, pattern): one entry for each tensor of each group.
-    tensor_ids = []
-    pattern_ids = []
-    for is_target, role, group in every_group:
-        shard = group.shard
-        pattern = ShardPattern(is_target, role, shard.full, shard.dtype, group.region)
-        number = numbers.setdefault(pattern, len(numbers))
-        column = places[group.names]
-        tensor_ids.append(column)
-        pattern_ids.append(np.full(len(column), number))
-    alike = _alike(np.concatenate(tensor_ids), np.concatenate(pattern_ids), len(numbers))
+    numbers_of: dict[str, list[int]] = defaultdict(list)
+    for is_target, side in ((False, sources), (True, targets)):
+        for role, groups in enumerate(side.groups):
+            for group in groups:
+                shard = group.shard
+                pattern = ShardPattern(is_target, role, shard.full, shard.dtype, group.region)
+                number = numbers.setdefault(pattern, len(numbers))
+                for name in group.names:
+                    numbers_of[name].append(number)
+    names = sorted(numbers_of, key=natural)
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, name in enumerate(names):
+        # A shard that is named twice counts once.
+        alike[tuple(sorted(set(numbers_of[name])))].append(place)
     patterns = list(numbers)
     classes = []
-    for own_numbers, tensors in alike:
+    for own_numbers, places in alike.items():
         own = [patterns[number] for number in own_numbers]
-        same = tuple(names[i] for i in tensors)
+        same = tuple(names[place] for place in places)
         dtype = _travels_as(same[0], own, (sources, targets), cast)
         held = _by_role(pattern for pattern in own if not pattern.is_target)
         wanted = _by_role(pattern for pattern in own if pattern.is_target)
-        classes.append(TensorClass(same, tuple(tensors), own[0].full, dtype, held, wanted))
+        classes.append(TensorClass(same, tuple(places), own[0].full, dtype, held, wanted))
     return classes
-
-
-def _alike(
-    tensors: np.ndarray, patterns: np.ndarray, num_patterns: int
-) -> list[tuple[np.ndarray, list[int]]]:
-    """Sets of patterns, in increasing order, each with the tensors that have just these, in the
-    order of their first tensors. ``tensors``, ``patterns``: the columns of pairs that belong
-    together; every tensor is in one.
-
-    A large mixture of experts has hundreds of thousands of pairs, over which Python must not loop.
-    Each becomes one integer, ``tensor * num_patterns + pattern``. Sorted, the integers of a tensor
-    stand together, and the bytes of its patterns are the key by which tensors are grouped.
-
-    Example: pairs (0, 0) (0, 1) (1, 0) (2, 0) (2, 1) of two patterns are 0 1 | 2 | 4 5: tensors 0
-    and 2 have patterns 0 and 1, tensor 1 has 0.
-    """
-    pairs = np.sort(tensors * num_patterns + patterns)
-    pairs = pairs[np.diff(pairs, prepend=-1) > 0]  # a shard that is named twice counts once
-    tensor_of, pattern_of = np.divmod(pairs, num_patterns)
-    ends = np.searchsorted(tensor_of, np.arange(tensor_of[-1] + 1), side="right")
-    members: dict[bytes, list[int]] = defaultdict(list)
-    begin = 0
-    for tensor, end in enumerate(ends):
-        members[pattern_of[begin:end].tobytes()].append(tensor)
-        begin = end
-    return [(np.frombuffer(key, pattern_of.dtype), same) for key, same in members.items()]
 
 
 def _by_role(patterns: Iterable[ShardPattern]) -> dict[int, tuple[Slice, ...]]:

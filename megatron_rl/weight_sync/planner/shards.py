@@ -54,10 +54,6 @@ class ShardGroup:
     def region(self) -> Slice:
         return Slice(self.shard.start, self.shard.shape)
 
-    def geometry(self) -> ShardGroup:
-        """Without the places in parameters: what other processes need to know."""
-        return ShardGroup(self.names, (), replace(self.shard, offset=0, stride=()))
-
 
 def collect(shards: Iterable[Shard]) -> list[ShardGroup]:
     """The shards in groups, in order of first appearance."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 
 class Slice(NamedTuple):
     """The elements with ``start[d] <= index[d] < start[d] + shape[d]`` on every axis d."""
@@ -123,41 +121,12 @@ def cut(region: Slice, count: int) -> tuple[list[Slice], list[Slice]]:
 def covered(regions: Sequence[Slice], within: Sequence[Slice] | None = None) -> int:
     """Number of elements in the union of ``regions``; with ``within``, of those that also lie in
     the union of ``within``."""
-    if not regions or (within is not None and not within):
-        return 0
-    every_region = [*regions, *(within or ())]
-    num_axes = len(regions[0].start)
-    if num_axes == 0:
-        return 1  # a scalar
-    # The edges of all slices divide space into cells, each of which is wholly in or out of
-    # every slice: a mask of cells is enough, however large the tensor.
-    edges = []
-    for axis in range(num_axes):
-        lows = [region.start[axis] for region in every_region]
-        highs = [region.start[axis] + region.shape[axis] for region in every_region]
-        edges.append(np.unique(lows + highs))
-    inside = _cells(regions, edges)
     if within is not None:
-        inside = inside & _cells(within, edges)
-    volume = inside.astype(np.int64)
-    for axis, edge in enumerate(edges):
-        along_axis = [1] * num_axes
-        along_axis[axis] = -1
-        volume = volume * np.diff(edge).reshape(along_axis)
-    return int(volume.sum())
-
-
-def _cells(regions: Sequence[Slice], edges: Sequence[np.ndarray]) -> np.ndarray:
-    """Which cells between the edges lie in any of the slices."""
-    mask = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
-    for region in regions:
-        window = []
-        for edge, first, size in zip(edges, region.start, region.shape, strict=True):
-            # The slice's own sides are among the edges: cells begin and end there.
-            low, high = np.searchsorted(edge, (first, first + size))
-            window.append(slice(low, high))
-        mask[tuple(window)] = True
-    return mask
+        return covered(regions) + covered(within) - covered([*regions, *within])
+    count = 0
+    for i, region in enumerate(regions):
+        count += sum(math.prod(part.shape) for part in without(region, regions[:i]))
+    return count
 
 
 def common_parts(wanted: Sequence[Sequence[Slice]]) -> list[tuple[Slice, tuple[int, ...]]]:

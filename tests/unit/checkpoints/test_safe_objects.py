@@ -14,7 +14,7 @@ from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.safe_load import UnsafeError, load_plain, read_index
 from megatron_rl.runtime.device import platform
-from tools.bench.megatron_checkpoint import InProcess
+from tests.numerics.megatron_checkpoint import InProcess
 
 WEIGHT = ArrayLocation("weight", (6,), torch.float32, (Box((0,), (6,)),))
 

@@ -4,15 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from megatron_rl.config.load import compose, validate
-from megatron_rl.config.rules.checks import check
 from megatron_rl.config.rules.hardware import Machine
-from megatron_rl.config.schema import Config
-from megatron_rl.errors import ConfigError
-
-ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
+from tests.unit.config.made_configs import ROWS, config, problems_in
 
 MODEL = {
     "num_attention_heads": 4,
@@ -31,25 +25,7 @@ SMALL = (
 
 @pytest.fixture
 def run(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "data.jsonl").write_text("{}")
-    paths = (
-        f"model.path={tmp_path}",
-        f"data.train={tmp_path}/data.jsonl",
-        f"data.eval={tmp_path}/data.jsonl",
-    )
-
-    def run(world_size: int, *overrides: str) -> list[str]:
-        config = validate(
-            Config, compose("config", [*paths, *SMALL, *overrides]), "the configuration"
-        )
-        try:
-            check(config, world_size)
-        except ConfigError as error:
-            return error.problems
-        return []
-
-    return run
+    return problems_in(tmp_path, MODEL, *SMALL)
 
 
 def test_a_sound_configuration_passes(run):
@@ -62,10 +38,7 @@ def test_ranks_may_share_a_key_value_head(run):
     assert run(4, "parallel.tensor=4", "rollout.tensor=4") == []
 
 
-@pytest.mark.parametrize(
-    ("world_size", "overrides", "key"),
-    ROWS["each_clash_is_named"],
-)
+@pytest.mark.parametrize(("world_size", "overrides", "key"), ROWS["each_clash_is_named"])
 def test_each_clash_is_named(run, world_size, overrides, key):
     found = run(world_size, *overrides)
     assert len(found) == 1, found
@@ -82,24 +55,11 @@ def test_fp8_rollouts_bring_their_correction_along(run):
 
 def test_the_machine_is_asked_with_the_sizes_of_the_model(tmp_path):
     sizes = MODEL | {"hidden_size": 96, "intermediate_size": 256}
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    (tmp_path / "data.jsonl").write_text("{}")
-    paths = (
-        f"model.path={tmp_path}",
-        f"data.train={tmp_path}/data.jsonl",
-        f"data.eval={tmp_path}/data.jsonl",
-    )
-    config = validate(
-        Config, compose("config", [*paths, *SMALL, "precision=fp8_blockwise"]), "the configuration"
-    )
-    check(config, 4)
-    with pytest.raises(ConfigError) as caught:
-        check(config, 4, Machine((9, 0), None, "torch"))
-    assert len(caught.value.problems) == 4
-    assert (
-        "Transformer Engine" in caught.value.problems[0]
-        and "hidden_size is 96" in caught.value.problems[1]
-    )
+    run = problems_in(tmp_path, sizes, *SMALL, "precision=fp8_blockwise")
+    assert run(4) == []
+    found = run(4, machine=Machine((9, 0), None, "torch"))
+    assert len(found) == 4
+    assert "Transformer Engine" in found[0] and "hidden_size is 96" in found[1]
 
 
 def stages(first: int, second_from: int, second: int) -> str:
@@ -125,8 +85,7 @@ def test_stages_of_the_response_limit(run):
 
 
 def test_the_response_limit_of_a_step():
-    names = ["model.path=m", "data.train=t", "data.eval=e", *SMALL, stages(16, 11, 64)]
-    rollout = validate(Config, compose("config", names), "test").rollout
+    rollout = config(*SMALL, stages(16, 11, 64)).rollout
     assert [rollout.response_limit(step) for step in (1, 10, 11, 500)] == [16, 16, 64, 64]
 
 

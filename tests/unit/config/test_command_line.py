@@ -23,7 +23,7 @@ def printed(capsys: pytest.CaptureFixture, *words: str) -> str:
 
 
 def test_nothing_is_answered_where_a_run_is_to_be_started():
-    assert answer(arguments(["seed=2", "--run"])) is None
+    assert answer(arguments(["seed=2"])) is None
 
 
 @pytest.mark.parametrize("flag", ["--multirun", "-m"])
@@ -63,7 +63,7 @@ def test_info_lists_groups_and_the_options_of_one(capsys):
         answer(arguments(["--info", "metod"]))
 
 
-@pytest.mark.parametrize("words", [("--cfg", "job", "--resolve"), ("-c", "job"), ("--cfg", "all")])
+@pytest.mark.parametrize("words", [("--cfg", "job", "--resolve"), ("-c", "job")])
 def test_the_configuration_is_shown_resolved(capsys, words):
     out = printed(capsys, *words, "run_dir=runs/${seed}", "seed=7")
     assert "run_dir: runs/7" in out
@@ -94,8 +94,8 @@ def test_another_root_is_composed(capsys, tmp_path: Path):
     ("words", "message"),
     [
         (["--config-name", "experiment/quickstart_cpu"], "GROUP=OPTION, e.g. experiment="),
-        (["--config-path", "conf"], "add a folder of yours by --config-dir"),
-        (["--cfg", "hydra"], "give --cfg job"),
+        (["--cfg", "hydra"], "invalid choice: 'hydra'"),
+        (["--completion", "fish"], "invalid choice: 'fish'"),
         (["--hydra-help"], "--help shows what there is"),
     ],
 )
@@ -116,7 +116,7 @@ def test_settings_of_hydra_are_refused_not_ignored(key):
 
 
 def completed(script: str, line: str) -> list[str]:
-    """What bash offers behind ``line``."""
+    """What bash offers after ``line``."""
     ask = f"COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; _megatron_rl 2>/dev/null\n"
     program = f'{script}\n{ask}printf "%s\\n" "${{COMPREPLY[@]}}"'
     words = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
@@ -125,7 +125,6 @@ def completed(script: str, line: str) -> list[str]:
 
 def test_bash_completes_groups_keys_and_options(capsys):
     script = printed(capsys, "--completion", "bash")
-    assert printed(capsys, "-sc", "install=bash") == script
     start = "torchrun --nproc-per-node 2 -m megatron_rl.train"
     assert completed(script, f"{start} seed=1 method=a_grae_d") == [
         "a_grae_dapo",
@@ -136,5 +135,3 @@ def test_bash_completes_groups_keys_and_options(capsys):
     assert {"--config-name", "--config-dir"} <= set(completed(script, f"{start} --config-"))
     assert completed(script, "python other.py meth") == []
     assert all(f"{key}=" in script for key in known_keys(Config))
-    with pytest.raises(ValueError, match="--completion fish: there is a script for bash only"):
-        answer(arguments(["--completion", "fish"]))

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
 
-from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.engine_checks import check_evaluation
 from megatron_rl.config.rules.hardware import Machine
-from megatron_rl.config.schema import Config
-from megatron_rl.errors import ConfigError
+from tests.unit.config.made_configs import problems_in
 from tests.unit.config.test_checks import MODEL
-
-ON_CPU = Machine(None, None, "torch")
 
 
 @pytest.fixture
 def problems(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "data.jsonl").write_text("{}")
-    paths = [f"model.path={tmp_path}", "data.train=[]", f"data.eval={tmp_path}/data.jsonl"]
-    lengths = ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64"]
-
-    def problems(world_size: int, *overrides: str) -> list[str]:
-        values = compose("config", [*paths, *lengths, *overrides])
-        config = validate(Config, values, "the configuration")
-        try:
-            check_evaluation(config, world_size, ON_CPU)
-        except ConfigError as error:
-            return error.problems
-        return []
-
-    return problems
+    lengths = ("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64")
+    run = problems_in(tmp_path, MODEL, "data.train=[]", *lengths)
+    return partial(run, by=check_evaluation, machine=Machine(None, None, "torch"))
 
 
 def test_what_only_a_policy_needs_is_not_asked_for(problems):

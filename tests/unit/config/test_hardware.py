@@ -3,15 +3,11 @@ remedy."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import yaml
 
-from megatron_rl.config.load import compose, validate
 from megatron_rl.config.model_config import model_sizes
 from megatron_rl.config.rules.hardware import Machine, linear_sizes, machine_problems
-from megatron_rl.config.schema import Config
+from tests.unit.config.made_configs import ROWS, config
 
 QWEN2_5_7B = {
     "hidden_size": 3584,
@@ -24,15 +20,6 @@ CPU = Machine(None, None, "torch")
 HOPPER = Machine((9, 0), "2.11.0", "transformer_engine")
 BLACKWELL = Machine((10, 0), "2.11.0+abc", "transformer_engine")
 MACHINES = {"CPU": CPU, "HOPPER": HOPPER, "WITHOUT_ENGINE": Machine((9, 0), None, "apex")}
-ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
-
-
-def config(*overrides: str) -> Config:
-    return validate(
-        Config,
-        compose("config", ["model.path=m", "data.train=t", "data.eval=e", *overrides]),
-        "test",
-    )
 
 
 def problems(machine: Machine, *overrides: str, model=QWEN2_5_7B) -> list[str]:
@@ -57,10 +44,7 @@ def test_blackwell_has_mxfp8_and_the_fp8_rollout():
     assert problems(BLACKWELL, "precision=mxfp8", "rollout=vllm_fp8") == []
 
 
-@pytest.mark.parametrize(
-    ("machine", "overrides", "texts"),
-    ROWS["what_is_not_there_is_refused"],
-)
+@pytest.mark.parametrize(("machine", "overrides", "texts"), ROWS["what_is_not_there_is_refused"])
 def test_what_is_not_there_is_refused(machine, overrides, texts):
     if isinstance(machine, str):
         machine = MACHINES[machine]
@@ -79,12 +63,7 @@ def test_several_things_are_said_at_once_and_apex_is_a_fused_adam():
 def test_sizes_of_a_rank_by_hand():
     assert list(
         linear_sizes(config("parallel.tensor=4").parallel, model_sizes(QWEN2_5_7B)).values()
-    ) == [
-        3584,
-        36 * 128 // 4,
-        896,
-        4736,
-    ]
+    ) == [3584, 36 * 128 // 4, 896, 4736]
     experts = {
         "hidden_size": 2048,
         "num_attention_heads": 32,

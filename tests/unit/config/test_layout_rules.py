@@ -51,8 +51,7 @@ def test_layouts_that_fit_have_no_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout", "named"),
-    ROWS["a_layout_that_does_not_fit_names_key_value_and_remedy"],
+    ("sizes", "layout", "named"), ROWS["a_layout_that_does_not_fit_names_key_value_and_remedy"]
 )
 def test_a_layout_that_does_not_fit_names_key_value_and_remedy(
     sizes: dict[str, Any], layout: dict[str, Any], named: str
@@ -64,10 +63,7 @@ def test_all_problems_are_told_at_once() -> None:
     assert len(problems(tensor=3, virtual_pipeline=2, sequence=True, expert=2)) >= 4
 
 
-@pytest.mark.parametrize(
-    ("sizes", "engine", "named"),
-    ROWS["what_an_engine_can_be_cut_into"],
-)
+@pytest.mark.parametrize(("sizes", "engine", "named"), ROWS["what_an_engine_can_be_cut_into"])
 def test_what_an_engine_can_be_cut_into(
     sizes: dict[str, Any], engine: dict[str, Any], named: str | None
 ) -> None:

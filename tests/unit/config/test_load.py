@@ -8,12 +8,7 @@ import pytest
 from megatron_rl.config.load import change_value, compose, known_keys, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
-
-REQUIRED = ("model.path=/m", "data.train=t.jsonl", "data.eval=e.jsonl")
-
-
-def load(*overrides: str) -> Config:
-    return validate(Config, compose("config", [*REQUIRED, *overrides]), "the configuration")
+from tests.unit.config.made_configs import config as load
 
 
 def problems(*overrides: str) -> list[str]:
@@ -30,17 +25,11 @@ def test_an_override_reaches_its_key_and_nothing_else():
     assert changed.model_copy(update={"batch": base.batch}) == base
 
 
-def test_a_group_option_states_its_difference():
+def test_groups_numbers_and_lists():
     assert load("parallel=tp2").parallel.tensor == 2
     assert load("parallel=tp2").parallel.pipeline == 1
     assert load("parallel=tp2", "parallel.tensor=4").parallel.tensor == 4
-
-
-def test_numbers_in_scientific_notation_are_numbers():
     assert load("optim.learning_rate=1e-3").optim.learning_rate == 1e-3
-
-
-def test_lists_become_tuples():
     assert load("evaluation.pass_at=[1,4]").evaluation.pass_at == (1, 4)
 
 
@@ -78,17 +67,18 @@ def test_all_problems_come_at_once_each_with_key_value_and_remedy():
         "trainer.prompts_per_step=3",
         "seed=true",
         "batch.responses_per_prompt=0",
+        "trainer.num_steps='8'",
+        "run_dir=''",
+        "optimm.learning_rate=1e-6",
     )
-    assert len(found) == 4
+    assert len(found) == 7
     text = "\n".join(found)
     assert "batch.prompt_per_step: unknown key; did you mean batch.prompts_per_step" in text
     assert "trainer.prompts_per_step: unknown key; did you mean batch.prompts_per_step" in text
     assert "seed = True" in text
     assert "batch.responses_per_prompt = 0" in text
-
-
-def test_a_string_is_not_a_number():
-    assert "trainer.num_steps = '8'" in problems("trainer.num_steps='8'")[0]
+    assert "trainer.num_steps = '8'" in text and "run_dir = ''" in text
+    assert "optimm.learning_rate: unknown key; did you mean optim.learning_rate?" in text
 
 
 def test_missing_values_are_named():
@@ -142,20 +132,18 @@ def test_an_error_travels_between_ranks():
     assert copy.problems == error.problems
 
 
-def test_a_misspelled_section_is_answered_with_the_key_that_was_meant():
-    (problem,) = problems("optimm.learning_rate=1e-6")
-    assert problem == "optimm.learning_rate: unknown key; did you mean optim.learning_rate?"
-
-
-def test_the_folder_of_a_run_has_a_name():
-    (problem,) = problems("run_dir=''")
-    assert problem.startswith("run_dir = ''")
-
-
-def test_a_file_of_the_user_that_is_no_yaml_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"name: [1\n", r"not YAML: .*method/mine\.yaml\", line 1, column 7"),
+        (b"\xff\xfe\x00", "not YAML: "),
+        (b"defaults:\n  - mine\n", "not YAML: maximum recursion depth"),
+    ],
+)
+def test_a_file_of_the_user_that_is_no_yaml_is_named(tmp_path, content, words):
     (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "mine.yaml").write_text("name: [1\n")
-    with pytest.raises(ConfigError, match=r"not YAML: .*method/mine\.yaml\", line 1, column 7"):
+    (tmp_path / "method" / "mine.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
         compose("config", ["method=mine"], tmp_path)
 
 

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_rl.config.cli.foreign_keys import NAMES_HERE, NOT_SUPPORTED, not_supported
 from megatron_rl.config.cli.overrides import typed
@@ -17,15 +16,12 @@ from megatron_rl.config.load import check_given, compose, known_keys, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.train import main
-
-ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
-
-REQUIRED = ("model.path=/m", "data.train=t.jsonl", "data.eval=e.jsonl")
+from tests.unit.config.made_configs import ROWS, config
 
 
 def problem(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        validate(Config, compose("config", [*REQUIRED, *overrides]), "the configuration")
+        config(*overrides)
     (text,) = caught.value.problems
     assert "++" not in text
     return text
@@ -59,10 +55,7 @@ def test_the_form_that_is_named_can_be_typed(key, value):
     assert composed == value
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    ROWS["each_mistake_is_named_in_the_users_words"],
-)
+@pytest.mark.parametrize(("override", "expected"), ROWS["each_mistake_is_named_in_the_users_words"])
 def test_each_mistake_is_named_in_the_users_words(override, expected):
     assert re.search(expected, problem(override))
 

@@ -11,26 +11,15 @@ from megatron_rl.config.load import compose
 
 HOSTILE = [
     "runs/ablation/method=grpo,seed=1",
-    "runs/a b",
-    " leading and trailing ",
+    " a b ",
     'it\'s "quoted"',
-    "back\\slash\\",
     "back\\'slash\\\\'",
-    "~/x",
-    "$HOME/x",
-    "${oops}",
     "a\\${b}\\\\${c}\\",
-    "[1,2]",
-    "{a: 1}",
     "choices(a,b)",
     "null",
-    "true",
     "7",
-    "1e3",
     "",
     "\u00fcber/\u65e5\u672c",
-    "a#b;c|d&e",
-    "tab\tand\nline",
 ]
 
 

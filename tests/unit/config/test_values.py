@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 
-from megatron_rl.config.load import compose, validate
-from megatron_rl.config.rules.cache import least_cache_bytes
-from megatron_rl.config.rules.checks import check, num_optimizer_steps
+from megatron_rl.config.rules.checks import num_optimizer_steps
+from megatron_rl.config.rules.engine_checks import least_cache_bytes
 from megatron_rl.config.rules.hardware import Machine
-from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
-
-ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
+from tests.unit.config.made_configs import ROWS, config, problems_in
 
 MODEL = {
     "num_attention_heads": 8,
@@ -28,15 +25,7 @@ MODEL = {
 }
 
 
-def config(*overrides: str) -> Config:
-    required = ["model.path=/m", "data.train=t.jsonl", "data.eval=e.jsonl"]
-    return validate(Config, compose("config", [*required, *overrides]), "the configuration")
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    ROWS["a_value_out_of_its_range_is_named"],
-)
+@pytest.mark.parametrize(("override", "message"), ROWS["a_value_out_of_its_range_is_named"])
 def test_a_value_out_of_its_range_is_named(override, message):
     with pytest.raises(ConfigError, match=message):
         config(override)
@@ -48,29 +37,16 @@ def test_the_ends_of_the_ranges_are_allowed():
     )
 
 
+LENGTHS = (
+    "rollout.max_prompt_tokens=512",
+    "rollout.max_response_tokens=512",
+    "rollout.tensor=2",
+)
+
+
 @pytest.fixture
 def checked(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "data.jsonl").write_text("{}")
-    paths = (
-        f"model.path={tmp_path}",
-        f"data.train={tmp_path}/data.jsonl",
-        f"data.eval={tmp_path}/data.jsonl",
-    )
-
-    def checked(*overrides: str, machine: Machine | None = None) -> list[str]:
-        sizes = (
-            "rollout.max_prompt_tokens=512",
-            "rollout.max_response_tokens=512",
-            "rollout.tensor=2",
-        )
-        try:
-            check(config(*paths, *sizes, *overrides), 2, machine)
-        except ConfigError as error:
-            return error.problems
-        return []
-
-    return checked
+    return partial(problems_in(tmp_path, MODEL, *LENGTHS), 2)
 
 
 def test_a_lowest_rate_above_the_rate_is_refused(checked):
@@ -95,18 +71,7 @@ def test_a_warm_up_that_never_ends_is_said(checked, caplog):
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_least_value(checked):
     # 65 blocks of 16 tokens, keys and values, 28 layers, 2 heads of 128 on this rank, 2 bytes each
     least = 65 * 16 * 2 * 28 * 2 * 128 * 2
-    assert (
-        least_cache_bytes(
-            config(
-                "rollout.max_prompt_tokens=512",
-                "rollout.max_response_tokens=512",
-                "rollout.tensor=2",
-            ).rollout,
-            MODEL,
-            16,
-        )
-        == least
-    )
+    assert least_cache_bytes(config(*LENGTHS).rollout, MODEL, 16) == least
     (problem,) = checked("rollout.kv_cache_gib=1e-5")
     assert (
         "rollout.kv_cache_gib = 1e-05: one sequence of" in problem
@@ -131,19 +96,12 @@ def test_sizes_that_are_not_told_are_not_judged(checked, tmp_path):
     assert checked("rollout.kv_cache_gib=1e-5") == []
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    ROWS["data_that_is_not_there_is_named"],
-)
+@pytest.mark.parametrize(("override", "message"), ROWS["data_that_is_not_there_is_named"])
 def test_data_that_is_not_there_is_named(checked, override, message):
     (problem,) = checked(override)
     assert message in problem
 
 
 def test_names_that_are_no_files_are_left_to_their_libraries(checked):
-    assert (
-        checked(
-            "data.train=hf:openai/gsm8k:main:train", "data.eval='reasoning_gym:gcd?size=1&seed=1'"
-        )
-        == []
-    )
+    generated = "data.eval='reasoning_gym:gcd?size=1&seed=1'"
+    assert checked("data.train=hf:openai/gsm8k:main:train", generated) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 
 import numpy
 import pyarrow
@@ -99,6 +100,7 @@ def test_the_answer_behind_a_marker(tmp_path):
 
 BAD_FILES = [
     ("", r"train\.jsonl: the file has no row"),
+    ('{"prompt": "1", "prompt": "2"}', r"row 1: not JSON \(two equal keys in one object\)"),
     ("{}\n[1]\nnope\n", r"(?s)row 2: not a JSON object: \[1\].*row 3: not JSON"),
     (
         json.dumps(row(answer=None)) + "\n\n" + json.dumps(row(answer=" ")),
@@ -277,3 +279,11 @@ def test_a_template_that_leaves_the_prompt_out_is_refused(tmp_path):
     with pytest.raises(ValueError, match="makes the same text of all 2 prompts"):
         load_prompts(jsonl(tmp_path, row(), row("1+1", 2)), data_config(), deaf, 40)
     assert len(load_prompts(jsonl(tmp_path, row(), row()), data_config(), TOKENIZER, 40)) == 2
+
+
+def test_a_template_that_shows_the_date_shows_that_of_the_run(tmp_path):
+    dated = character_tokenizer("{{ strftime_now('%d %m %Y') }} {{ messages[0]['content'] }}")
+    spec = jsonl(tmp_path, row())
+    (prompt,) = load_prompts(spec, data_config(template_date="2026-02-03"), dated, 99)
+    assert prompt.text == "03 02 2026 2+2"
+    assert load_prompts(spec, data_config(), dated, 99)[0].text == f"{date.today():%d %m %Y} 2+2"

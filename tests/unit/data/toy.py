@@ -50,6 +50,7 @@ def data_config(**changes) -> DataConfig:
         "min_pixels": None,
         "max_pixels": None,
         "apply_chat_template": True,
+        "template_date": None,
         "on_long_prompt": "error",
         "drop_eval_overlap": True,
         "shuffle": True,

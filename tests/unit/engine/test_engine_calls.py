@@ -137,6 +137,15 @@ def test_calls_are_made_in_the_stream_of_the_engine(record):
     ] * len(calls)
 
 
+def test_on_a_gpu_the_shared_memory_of_cpu_workers_is_not_asked_for(record, monkeypatch):
+    def refuse(_: str) -> None:
+        raise AssertionError("shared memory of vLLM's CPU worker")
+
+    monkeypatch.setattr(engine_module, "private_segments", refuse)
+    monkeypatch.setattr(engine_module.dist, "get_world_size", lambda: 2)
+    VllmEngine("m", config("rollout.tensor=2").rollout, seed=1, launch_id="x")
+
+
 def test_dropped_weights_have_no_version(record):
     """So the next hand-over sends them, whatever was sent before."""
     engine = VllmEngine("m", config().rollout, seed=1, launch_id="x")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from vllm.engine.arg_utils import AsyncEngineArgs
+import torch
+from transformers import LlamaConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -20,6 +22,22 @@ OF_THE_LIBRARY = {
     "distributed_timeout_seconds",
     "cpu_distributed_timeout_seconds",
 }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_head_computes_in_float32(tmp_path, dtype):
+    """As the policy's does. Without the override vLLM takes the type of the weights."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    LlamaConfig(**sizes, num_attention_heads=2, architectures=["LlamaForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    rollout = config("rollout=vllm", f"rollout.dtype={dtype}").rollout
+    arguments = engine_arguments(str(tmp_path), rollout, 3)
+    names = ("model", "dtype", "hf_overrides", "skip_tokenizer_init")
+    asked = {name: arguments[name] for name in names if name in arguments}
+    model = EngineArgs(**asked).create_model_config()
+    assert (model.dtype, model.head_dtype) == (getattr(torch, dtype), torch.float32)
+    assert bool(asked["hf_overrides"]) == (dtype != "float32")
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,31 @@ def test_what_is_no_source_says_so(run, name, message):
         find_sample(run.parent / name, [], 1)
 
 
+def test_a_checkpoint_that_is_not_what_was_written_is_refused(run):
+    path = checkpoint(run, 10)
+    (path / "shard").write_bytes(b"1234")
+    files = {"shard": {"bytes": 4, "xxh3": "0"}}
+    (path / "manifest.json").write_text(json.dumps({"info": {}, "files": files}))
+    for source in (run, path):
+        with pytest.raises(ValueError, match="shard is not what was written"):
+            find_sample(source, [], 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "evaluation.responses_per_prompt=0",
+        "evaluation.num_prompts=-1",
+        "evaluation.temperature=-1.0",
+        "rollout.max_response_tokens=0",
+    ],
+)
+def test_options_out_of_range_are_refused(run, wrong):
+    key = wrong.partition("=")[0].replace(".", r"\.")
+    with pytest.raises(ConfigError, match=key):
+        find_sample(run, [wrong], 1)
+
+
 def test_wrong_overrides_name_the_key(run):
     with pytest.raises(
         ConfigError, match=r"rollout\.dtyp: unknown key; did you mean rollout\.dtype"

@@ -255,12 +255,7 @@ def kl_weight(row: Row, rows: list[Row], choice: Choice) -> float:
     return 1 - math.exp(math.e * (wrong - 1)) if choice.dads and row.correct and wrong else 1.0
 
 
-def loss(
-    rows: list[Row],
-    choice: Choice,
-    tokens: "Tokens",
-    norm_len: int,
-) -> float:
+def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> float:
     """The minibatch loss: responses and their tokens, one after another."""
     if choice.token == "pacs":
         return average([token_reference.pacs(row, rows, tokens.moved) for row in rows])

@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.loss import (
-    test_advantages,
-    test_histories,
-    test_shaping,
-    test_token_advantages,
-)
+from tests.unit.loss import test_advantages, test_histories, test_shaping, test_token_advantages
 from tools import method_cards
 
 ROOT = Path(__file__).resolve().parents[3]

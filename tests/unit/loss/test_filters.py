@@ -10,10 +10,6 @@ CORRECT = flags(1, 0, 1, 1, 0, 0)
 GROUPS = segments_of(torch.tensor([0, 0, 1, 1, 2, 2]))
 
 
-def test_informative_groups() -> None:
-    assert filters.informative_groups(CORRECT, GROUPS).tolist() == [True, False, False]
-
-
 def test_not_all_correct() -> None:
     kept = filters.not_all_correct(CORRECT, GROUPS).tolist()
     assert kept == [True, True, False, False, True, True]

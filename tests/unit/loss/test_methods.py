@@ -197,10 +197,7 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
         "seq_mean_token_sum_norm": torch.full_like(logprobs, 1 / len(rows) / LIMIT),
     }[method.config.aggregate.name]
     torch.testing.assert_close(
-        logprobs.grad,
-        (-weights * advantages).detach(),
-        rtol=1e-9,
-        atol=1e-12,
+        logprobs.grad, (-weights * advantages).detach(), rtol=1e-9, atol=1e-12
     )
 
 

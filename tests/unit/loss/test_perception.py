@@ -144,17 +144,3 @@ def test_metrics_by_hand() -> None:
     wanted = -0.02 * kl + 0.05 * 1.5 + 0.05 * masked
     assert found["loss/perception"] == pytest.approx(wanted)
     assert found["loss/total"] == pytest.approx(wanted)
-
-
-def test_what_it_reads() -> None:
-    method = load_method("papo")
-    assert "masked_logprobs" in method.reads and method.reads_reference
-    assert "masked_logprobs" not in load_method("grpo").reads
-
-
-def test_a_batch_without_masked_logprobs_is_refused() -> None:
-    method = load_method("papo")
-    rows = rollout(1)
-    batch = token_batch(rows, method.credit(response_batch(rows)))
-    with pytest.raises(ValueError, match="has no masked_logprobs, but the method reads it"):
-        method.loss(changed(batch, masked_logprobs=None))

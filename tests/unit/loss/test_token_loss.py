@@ -125,8 +125,7 @@ def test_masked_tokens_are_never_used() -> None:
                 loss_mask=flags(1, 0, 1),
             )
             result = token_loss(
-                data,
-                plan(kl=KL, entropy={"coef": 0.1}, mismatch={"kind": mismatch}, **changes),
+                data, plan(kl=KL, entropy={"coef": 0.1}, mismatch={"kind": mismatch}, **changes)
             )
             result.loss.backward()
             assert data.logprobs.grad is not None

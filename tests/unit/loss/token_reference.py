@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def advantage(
-    name: str,
-    response: float,
-    accuracy: float,
-    entropies: list[float],
-    place: int,
-    is_argmax: bool,
+    name: str, response: float, accuracy: float, entropies: list[float], place: int, is_argmax: bool
 ) -> float:
     """The advantage of one token; ``response``: that of its response, ``accuracy``: its
     group's."""

@@ -128,32 +128,18 @@ def test_an_impossible_layout_is_named_instead_of_planned(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (
-            "--world-size=8 parallel=tp8_pp4",
-            "tensor 8 x pipeline 4 x context 1 = 32 does not divide",
-        ),
-        (
-            "--world-size=6 parallel=tp4 rollout.tensor=2",
-            "tensor 4 x pipeline 1 x context 1 = 4 does not divide",
-        ),
-        (
-            "--world-size=9 rollout.tensor=3",
-            "rollout.tensor = 3: does not divide the model's 64 attention heads",
-        ),
-        (
-            "--world-size=8 parallel.tensor=8 parallel.expert=2",
-            "parallel.expert = 2: the model has no experts",
-        ),
+        ("8 parallel=tp8_pp4", "tensor 8 x pipeline 4 x context 1 = 32 does not divide"),
+        ("6 parallel=tp4 rollout.tensor=2", "x context 1 = 4 does not divide the 6"),
+        ("9 rollout.tensor=3", "rollout.tensor = 3: does not divide the model's 64"),
+        ("8 parallel.tensor=8 parallel.expert=2", "parallel.expert = 2: the model has no experts"),
     ],
 )
 def test_the_planner_names_an_impossible_layout(
     tmp_path, monkeypatch, capsys, planner, layout, message
 ):
     large = f"model.path={write_large_config(tmp_path / 'large')}"
-    monkeypatch.setattr(
-        "sys.argv",
-        ["plan_memory.py", "--gpu-gib=80", *layout.split(), large, "data.train=no_such_file.jsonl"],
-    )
+    words = ["plan_memory.py", "--gpu-gib=80", "--world-size", *layout.split(), large]
+    monkeypatch.setattr("sys.argv", [*words, "data.train=no_such_file.jsonl"])
     assert planner.main() == 2
     error = capsys.readouterr().err
     assert error.startswith("error: 1 problem in ") and message in error

@@ -4,11 +4,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen3MoeConfig
 
 from megatron_rl.config.load import compose
 from megatron_rl.config.rules.layout_rules import stage_layers
-from megatron_rl.models import architecture_from
 from megatron_rl.planning.policy_memory import live_layers
 from megatron_rl.planning.workload import workload
 from megatron_rl.policy.activations import layer_activations
@@ -21,6 +19,7 @@ from tests.unit.planning_of_7b import (
     PARAMETERS,
     QWEN2_5_7B,
     config,
+    of_experts,
     parallel,
     plan,
 )
@@ -63,20 +62,7 @@ def test_a_tied_head_is_one_parameter_on_one_stage_and_a_copy_on_two():
 
 
 def test_experts_are_divided_by_expert_ranks():
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_hidden_layers=2,
-        vocab_size=128,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    )
-    arch = architecture_from(config, "Qwen3MoeForCausalLM")
+    arch = of_experts(8, layers=2)
     one = plan({}, arch=arch)[0].weights
     four = plan({"expert": 4}, arch=arch)[0].weights
     # Bytes x layers x experts elsewhere x (gate, up, down).
@@ -157,40 +143,34 @@ def test_no_more_is_alive_than_a_minibatch_has():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "tokens"),
+    ("prompts", "responses", "more", "tokens"),
     [
-        (
-            ["batch.prompts_per_minibatch=1", "batch.responses_per_prompt=2"],
-            2 * 4096,
-        ),  # at most the whole minibatch
-        (
-            ["batch.prompts_per_minibatch=5", "batch.responses_per_prompt=2"],
-            (3 + 1) * 4096,
-        ),  # 10 sequences on 4 ranks
-        (
-            ["batch.prompts_per_minibatch=5", "batch.responses_per_prompt=2", "method=papo"],
-            2 * (3 + 1) * 4096,
-        ),  # each of them twice
-        (["batch.prompts_per_minibatch=16", "batch.responses_per_prompt=8"], 65536),
+        (1, 2, [], 2 * 4096),  # at most the whole minibatch
+        (5, 2, [], (3 + 1) * 4096),  # 10 sequences on 4 ranks
+        (5, 2, ["method=papo"], 2 * (3 + 1) * 4096),  # each of them twice
+        (16, 8, [], 65536),
     ],
 )
-def test_a_microbatch_has_at_most_a_rank_s_share_of_the_minibatch(overrides, tokens):
-    of_8 = config("batch.tokens_per_microbatch=65536", "parallel.tensor=2", *overrides)
+def test_a_microbatch_has_at_most_a_rank_s_share_of_the_minibatch(prompts, responses, more, tokens):
     free = WorkModel(10**12)  # attention costs nothing: work is tokens
-    load = workload(of_8, 8, work=free, fused=True, keep_reference=False)
-    assert load.tokens_per_microbatch == tokens
+    assert tokens_of_8(free, prompts, responses, *more) == tokens
+
+
+def tokens_of_8(work: WorkModel, prompts: int, responses: int, *more: str) -> int:
+    """Most tokens of a micro-batch of 8 ranks in pairs."""
+    sizes = [
+        "batch.tokens_per_microbatch=65536",
+        "parallel.tensor=2",
+        f"batch.prompts_per_minibatch={prompts}",
+        f"batch.responses_per_prompt={responses}",
+    ]
+    load = workload(config(*sizes, *more), 8, work=work, fused=True, keep_reference=False)
+    return load.tokens_per_microbatch
 
 
 def test_a_rank_may_get_more_tokens_of_short_sequences():
     """4 x 4096 tokens whose attention takes a quarter as much again: the work of 20480 tokens."""
-    of_8 = config(
-        "batch.tokens_per_microbatch=65536",
-        "parallel.tensor=2",
-        "batch.prompts_per_minibatch=5",
-        "batch.responses_per_prompt=2",
-    )
-    load = workload(of_8, 8, work=WorkModel(4 * 4096), fused=True, keep_reference=False)
-    assert load.tokens_per_microbatch == 20480
+    assert tokens_of_8(WorkModel(4 * 4096), 5, 2) == 20480
 
 
 @pytest.mark.parametrize(

@@ -2,28 +2,10 @@
 
 from dataclasses import replace
 
-from transformers import Qwen3MoeConfig
-
-from megatron_rl.models import architecture_from
 from megatron_rl.planning.engine_memory import GIB
-from tests.unit.planning_of_7b import EMBEDDING, LAYER, QWEN2_5_7B, plan
+from tests.unit.planning_of_7b import EMBEDDING, LAYER, QWEN2_5_7B, of_experts, plan
 
-FIVE_EXPERTS = architecture_from(
-    Qwen3MoeConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_hidden_layers=1,
-        vocab_size=128,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-    ),
-    "Qwen3MoeForCausalLM",
-)
+FIVE_EXPERTS = of_experts(5, layers=1, tied=True)
 
 
 def test_an_fp8_engine_has_one_byte_for_the_matrices_of_its_layers():

@@ -61,11 +61,9 @@ def test_phases_follow_the_hand_over():
         "activations",
         "logits",
     )
-    assert found["weight sync"] == (
-        "weights",
-        "engine_weights",
-        "engine_sampler",
-    ), "the sync reads the weights, which leave after it"
+    assert found["weight sync"] == ("weights", "engine_weights", "engine_sampler"), (
+        "the sync reads the weights, which leave after it"
+    )
     assert found["generation"] == ("engine_weights", "engine_sampler", "kv_cache")
     assert found["host copies"] == ("reference", "weights", "optimizer", "engine_backup")
     assert found["checkpoint"] == (*found["host copies"], "reference", "checkpoint_copy")

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tools.planning.rollout_time import (
-    Engines,
-    least_decode_step,
-    one_step,
-    response_lengths,
-)
+from tools.planning.rollout_time import Engines, least_decode_step, one_step, response_lengths
 from tools.planning.simulated_fleet import DecodeStep
 
 SECOND = DecodeStep(1.0)  # a step, whatever runs

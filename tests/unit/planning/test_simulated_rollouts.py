@@ -8,11 +8,7 @@ import pytest
 from megatron_rl.config.schema import PartialConfig
 from megatron_rl.scheduling.work import Request
 from tests.unit.planning_of_7b import config
-from tools.planning.rollout_time import (
-    Engines,
-    partial_step,
-    step_beside_training,
-)
+from tools.planning.rollout_time import Engines, partial_step, step_beside_training
 from tools.planning.simulated_fleet import DecodeStep, Fleet
 from tools.planning.simulated_rollouts import Push, Steady
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.plan import Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.shards import ShardGroup, collect
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 
@@ -22,7 +22,7 @@ def plan(receivers: range, gpus_per_node: int, rounds_in_flight: int = 2) -> Pla
     """From rank 0 to each of the others."""
     targets = {rank: whole() for rank in receivers}
     replicas = [[rank] for rank in receivers]
-    settings = PlanSettings(32, rounds_in_flight, Machines(gpus_per_node), replicas)
+    settings = PlanSettings(32, rounds_in_flight, gpus_per_node, replicas=replicas)
     return make_plan({0: whole()}, targets, settings)
 
 

@@ -77,11 +77,6 @@ def test_what_was_taken_is_given_back(pinned, num_bytes):
     assert sum(pinned) == num_bytes and max(pinned, default=0) <= 64
 
 
-def test_ordinary_memory_is_one_piece():
-    host = HostBuffer(2**27 + 1, pinned=False)
-    assert host.whole.numel() == 2**27 + 1 and not host.whole.is_pinned()
-
-
 def test_parts_offloaded_through_blocks_come_back_bit_for_bit(pinned, monkeypatch):
     monkeypatch.setattr(
         offload, "HostBuffer", lambda num_bytes, pinned: HostBuffer(num_bytes, pinned=True)

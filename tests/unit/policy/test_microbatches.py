@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_rl.policy.batches.batching import Batching
 from megatron_rl.policy.batches.microbatches import (
     Microbatch,
     Multiples,
@@ -195,3 +197,23 @@ def test_temperatures_go_with_their_tokens() -> None:
     assert Packer(NO_RULE, 0, 1, CPU).pack(BATCH, [1, 0]).temperatures is None
     empty = Packer(NO_RULE, 0, 1, CPU).pack(batch, []).temperatures
     assert empty is not None and len(empty) == 0
+
+
+def test_a_micro_batch_is_packed_when_it_is_taken_and_once(monkeypatch) -> None:
+    """A device works on the first while the next is packed."""
+    packed = []
+    pack = Packer.pack
+    monkeypatch.setattr(
+        Packer, "pack", lambda *args, **more: packed.append(args[2]) or pack(*args, **more)
+    )
+    batching = Batching(
+        config=SimpleNamespace(num_moe_experts=None),
+        ranks=SimpleNamespace(pipeline=1),
+        rule=PlanRule(1, 64, 1, BY_TOKENS),
+        packer=Packer(NO_RULE, 0, 1, CPU),
+    )
+    found = batching.packed(BATCH, [[2], [0, 1]])
+    assert not packed and len(found) == 2
+    first = next(iter(found))
+    assert packed == [[2]] and found[0] is first
+    assert [each.token_ids.numel() for each in found] == [2, 7] and packed == [[2], [0, 1]]

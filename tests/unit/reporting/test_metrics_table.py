@@ -36,7 +36,7 @@ def test_a_page_row_has_key_unit_and_meaning():
     rows = metrics_table.page().splitlines()
     assert (
         "| `mismatch/logprob_abs_diff_mean` | nats |"
-        " mean \\|old logprob - sampler logprob\\| over response tokens |"
+        " mean \\|old - sampler\\| over response tokens |"
     ) in rows
     assert "| `memory/...` | GiB |" in " ".join(rows)
     assert len([row for row in rows if row.startswith("| `")]) == len(TABLE)

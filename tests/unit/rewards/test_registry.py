@@ -96,6 +96,15 @@ def test_a_name_that_is_taken_is_refused(plugin, name):
         register_verifier(name)(lambda task, answer: 1.0)
 
 
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [(lambda task: 1.0, "give it these two"), (int, "int is no Verifier; derive it from that")],
+)
+def test_what_is_no_verifier_is_refused_where_it_is_registered(plugin, made, words):
+    with pytest.raises(ValueError, match=words):
+        register_verifier("mine")(made)
+
+
 def test_what_plug_ins_need_is_in_one_place():
     assert issubclass(registry.verifier_class("exact"), Verifier)
     assert Verdict(1.0).problem is None and Task("a", "b", "c").extra == {}

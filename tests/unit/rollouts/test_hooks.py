@@ -34,7 +34,7 @@ def rollouts(**hooks) -> Rollouts:
     """Those of ``plain_rollouts`` with hooks, in the order given."""
     for name, function in hooks.items():
         register_rollout_hook(name)(function)
-    chosen = {name: ROLLOUT_HOOKS[name]() for name in hooks}
+    chosen = {name: ROLLOUT_HOOKS[name].schema() for name in hooks}
     plain = plain_rollouts()
     post = replace(plain.post, after_scoring=RolloutHooks(chosen, WORLD))
     return replace(plain, post=post)

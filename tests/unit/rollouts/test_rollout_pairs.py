@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.hooks.sampling import dars, erpo, vcrl
+from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
@@ -46,9 +46,9 @@ FILTERED_PARTIAL = replace(PARTIAL, max_rounds=8)
 HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
     "hooks": lambda: {
-        "dars": dars(target=2, extra=2, max_responses=7),
-        "erpo": erpo(increase=0.5, highest=2.0),
-        "vcrl": vcrl(kappa=0.1),
+        "dars": Dars(target=2, extra=2, max_responses=7),
+        "erpo": Erpo(increase=0.5, highest=2.0),
+        "vcrl": Vcrl(kappa=0.1),
     },
 }
 

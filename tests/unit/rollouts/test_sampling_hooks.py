@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
-from megatron_rl.hooks.sampling import dars, erpo, relative_variance, vcrl
+from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl, relative_variance
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.hooks.resampling import Resampling
@@ -48,7 +48,7 @@ def test_relative_variance_by_hand(num_correct: int, size: int, expected: float)
 
 
 def test_vcrl_fills_up_with_the_prompts_that_varied_most() -> None:
-    hook = vcrl(kappa=0.5, later_kappa=0.9, later_from=3, momentum=0.5)
+    hook = Vcrl(kappa=0.5, later_kappa=0.9, later_from=3, momentum=0.5)
     first = hook.resample(1, 0, [group(0, 1), group(1, 2), group(2, 4)])
     assert first.keep == [True, True, False] and not first.asks, "nothing to fill up with"
     # p1 has 1, p0 has 3/4. Two groups are refused, so both come again.
@@ -65,16 +65,16 @@ def test_vcrl_fills_up_with_the_prompts_that_varied_most() -> None:
 
 
 def test_a_vcrl_step_has_a_group_though_nothing_varies() -> None:
-    hook = vcrl(kappa=1.0)
+    hook = Vcrl(kappa=1.0)
     assert hook.resample(1, 0, [group(0, 0), group(1, 1), group(2, 4)]).keep == [False, True, False]
 
 
 def test_the_bank_of_vcrl_is_bounded_and_goes_on() -> None:
-    hook = vcrl(capacity=2)
+    hook = Vcrl(capacity=2)
     again = replace(PROMPTS[2], uid="p2#2")
     hook.resample(1, 0, [group(0, 1), group(1, 2), ScoredGroup(again, group(2, 2).scores)])
     assert hook.state() == {"bank": {"p1": 1.0, "p2#2": 1.0}}
-    other = vcrl(capacity=2)
+    other = Vcrl(capacity=2)
     other.restore(hook.state(), PROMPTS)
     wanted = other.resample(2, 0, [group(5, 0), group(6, 0)])
     assert wanted.asks == [Ask(PROMPTS[1], 4), Ask(again, 4)]
@@ -82,7 +82,7 @@ def test_the_bank_of_vcrl_is_bounded_and_goes_on() -> None:
 
 
 def test_dars_asks_until_the_target_or_the_cap() -> None:
-    hook = dars(target=2, extra=3, max_responses=8)
+    hook = Dars(target=2, extra=3, max_responses=8)
     first = hook.resample(1, 0, [group(0, 0), group(1, 2), group(2, 1)])
     assert first.asks == [Ask(PROMPTS[0], 3, into=0), Ask(PROMPTS[2], 3, into=2)]
     second = hook.resample(1, 1, [group(0, 1, 7), group(1, 2), group(2, 3, 7)])
@@ -93,12 +93,12 @@ def test_dars_asks_until_the_target_or_the_cap() -> None:
 
 
 def test_erpo_warms_prompts_that_were_all_right() -> None:
-    hook = erpo(increase=0.25, highest=1.4)
+    hook = Erpo(increase=0.25, highest=1.4)
     hook.resample(1, 0, [group(0, 4), group(1, 3)])
     assert [hook.temperature(PROMPTS[number], 1.0) for number in (0, 1, 2)] == [1.25, 1.0, 1.0]
     seen = hook.resample(2, 0, [group(0, 4), group(1, 4)])
     assert seen.metrics == {"residual_groups": 2, "hot_groups": 1}
-    other = erpo(increase=0.25, highest=1.4)
+    other = Erpo(increase=0.25, highest=1.4)
     other.restore(hook.state(), PROMPTS)
     for each in (hook, other):
         assert [each.temperature(PROMPTS[number], 1.0) for number in (0, 1)] == [1.4, 1.25]
@@ -145,7 +145,7 @@ def tokens(experience: Experience) -> list[list[int]]:
 
 
 def test_what_is_asked_joins_its_group() -> None:
-    experience = rollouts(dars=dars(target=2, extra=2, max_responses=5)).collect(1)
+    experience = rollouts(dars=Dars(target=2, extra=2, max_responses=5)).collect(1)
     # Those of p0 and p2 are never right: two more, then one.
     assert experience.group_ids.tolist() == [0] * 5 + [1] * 2 + [2] * 5 + [3] * 2
     assert [prompt.uid for prompt in experience.responses.prompts] == [
@@ -197,8 +197,8 @@ def test_groups_leave_and_others_come() -> None:
 
 def test_two_steps_and_a_restored_one_are_three() -> None:
     def made() -> Rollouts:
-        more = dars(target=1, extra=1, max_responses=3)
-        return rollouts(dars=more, erpo=erpo(increase=0.5, highest=2.0), vcrl=vcrl(kappa=0.0))
+        more = Dars(target=1, extra=1, max_responses=3)
+        return rollouts(dars=more, erpo=Erpo(increase=0.5, highest=2.0), vcrl=Vcrl(kappa=0.0))
 
     whole = made()
     found = [tokens(whole.collect(step)) for step in (1, 2, 3, 4)]

@@ -4,7 +4,7 @@ meanwhile."""
 from __future__ import annotations
 
 from megatron_rl.hooks import ScoredGroup
-from megatron_rl.hooks.sampling import erpo
+from megatron_rl.hooks.sampling import Erpo
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.sampling import SamplingPlan, sampling_seed
 from megatron_rl.types import Prompt, Sampling, Score
@@ -18,7 +18,7 @@ def judged(prompt: Prompt, num_correct: int) -> ScoredGroup:
 
 
 def hooked(staleness: int) -> tuple[SamplingPlan, Resampling]:
-    hooks = Resampling({"erpo": erpo(increase=0.25, highest=1.4)}, PROMPTS)
+    hooks = Resampling({"erpo": Erpo(increase=0.25, highest=1.4)}, PROMPTS)
     return SamplingPlan(PLAIN, 3, hooks=hooks, staleness=staleness), hooks
 
 

@@ -15,7 +15,7 @@ from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks import ScoredGroup
-from megatron_rl.hooks.sampling import dars, erpo, vcrl
+from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl
 from megatron_rl.loss import ResponseBatch, TokenBatch
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.hooks.resampling import Resampling
@@ -318,7 +318,7 @@ def test_a_step_without_a_large_enough_group_ends_the_run():
 
 def test_sampling_hooks_see_verdicts_and_ask_no_more_than_they_may():
     """Prompt 0 is never judged; dars has asked its eight once all of them have failed."""
-    hooks = {"dars": dars(target=3, extra=2, max_responses=8), "erpo": erpo(increase=0.5)}
+    hooks = {"dars": Dars(target=3, extra=2, max_responses=8), "erpo": Erpo(increase=0.5)}
     rollouts = source({0: range(4)}, hooks=hooks)
     experience = rollouts.collect(1)
     assert experience.num_groups == 1 and {prompt for prompt, _ in trained(experience)} == {1}
@@ -326,7 +326,7 @@ def test_sampling_hooks_see_verdicts_and_ask_no_more_than_they_may():
     assert experience.hook_metrics["hook/erpo/residual_groups"] == 0, "no verdict is not all right"
     group = ScoredGroup.of(prompts(1)[0], [FAILED, Score(1.0, True)])
     assert (len(group.scores), group.num_correct, group.num_responses) == (1, 1, 2)
-    hook = vcrl(kappa=1.0)
+    hook = Vcrl(kappa=1.0)
     hook.bank["p3"] = (1.0, prompts(4)[3])
     assert hook.resample(2, 0, [group]).asks[0].num_responses == 2
 

@@ -52,7 +52,7 @@ def test_the_room_for_a_checkpoint_and_the_export_is_looked_at_before(
     )
     with pytest.raises(ValueError, match=said) as caught:
         preflight.check_before_build(config(*bf16), ResumePoint(None, 0), keep_reference=False)
-    assert "are free there; make room, or give a run_dir on another disk" in str(caught.value)
+    assert "are free there; delete files, or give a run_dir on another disk" in str(caught.value)
     preflight.check_before_build(
         config(*bf16, "checkpoint.export_at_end=false"), ResumePoint(None, 0), keep_reference=False
     )

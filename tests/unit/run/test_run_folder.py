@@ -3,15 +3,16 @@ logged is lost."""
 
 import json
 import logging
+from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl.run import run_record
-from megatron_rl.run.start import finished_already
+from megatron_rl.run.start import finished_already, with_date
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST
 from tests.unit.trainer.runs import WORLD
 
 
@@ -131,6 +132,15 @@ def test_other_prompts_are_refused_by_content_and_the_same_ones_may_move(build):
         unread.run()
 
 
+def test_the_day_that_templates_show_is_that_of_the_first_start(build):
+    config = build("trainer.num_steps=1", "data.template_date='2026-02-03'")
+    config.run()
+    again = build("trainer.num_steps=2")
+    assert with_date(config_of(again), WORLD).data.template_date == "2026-02-03"
+    (again.folder.path / "config.json").unlink()
+    assert with_date(config_of(again), WORLD).data.template_date == str(date.today())
+
+
 def test_the_machine_of_an_earlier_failure_is_forgotten_and_this_run_names_its_own(build):
     folder = build().folder
     folder.path.mkdir()
@@ -185,7 +195,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_keeps_its_rows
     with caplog.at_level(logging.INFO):
         again = build("trainer.num_steps=2")
         again.run()
-    assert "no checkpoint covers them" in caplog.text
+    assert "rows from step 0 on were moved to" in caplog.text
     assert steps(again.folder.path / "metrics.overwritten.jsonl") == [0, 1, 2, 3]
     assert torch.equal(again.learner.policy.logits, whole.learner.policy.logits)
     with pytest.raises(ValueError, match="other settings"):
@@ -271,9 +281,7 @@ def test_a_checkpoint_of_elsewhere_is_compared_and_needs_a_folder_of_its_own(bui
         match=r"step_000002 was written by a run with other settings:\n  - seed = 1 there, 9 here",
     ):
         build("trainer.num_steps=3", f"resume={path}", "seed=9", run="fork2").run()
-    with pytest.raises(
-        ValueError, match="already holds a run of its own; resume=auto continues it"
-    ):
+    with pytest.raises(ValueError, match="already holds a run; resume=auto continues it"):
         build("trainer.num_steps=4", f"resume={path}", run="fork").run()
     (path / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"step_000002: no manifest.json"):
@@ -334,3 +342,15 @@ def test_what_a_dead_run_left_is_removed_at_the_start(build, tmp_path):
         (tmp_path / "run" / left).mkdir(parents=True)
     build("trainer.num_steps=2").run()
     assert not list((tmp_path / "run").rglob("*.tmp-partial"))
+
+
+def test_a_run_without_its_rows_and_with_files_of_others_resumes(build, tmp_path, capsys):
+    build("trainer.num_steps=2", "checkpoint.every_steps=1").run()
+    run = tmp_path / "run"
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoints" / "notes.txt").write_text("x")
+    (run / "checkpoints" / "step_best").mkdir()
+    (run / "requeue").write_text("2\n")
+    build("trainer.num_steps=3").run()
+    assert f"resumed from {run}/checkpoints/step_000002" in capsys.readouterr().out
+    assert steps(run / "metrics.jsonl") == [3]

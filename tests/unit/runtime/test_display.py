@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
 from megatron_rl.reporting.sinks import ConsoleLine
 from megatron_rl.runtime.display import Display, Progress, duration, in_words
+from tests.launch import REPO
 
 
 class Watch:
@@ -126,3 +130,25 @@ def test_durations_read_as_people_say_them():
         "1 h 00 min",
         "2 h 05 min",
     ]
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run():
+    program = (
+        "import logging, sys\n"
+        "logging.basicConfig(format='%(message)s')\n"
+        "from megatron_rl.runtime.display import Display\n"
+        "display = Display()\n"
+        "for number in range(20_000):\n"
+        "    display.line(f'line {number}')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    ) as run:
+        assert run.stdout.readline() == b"line 0\n"
+        run.stdout.close()
+        assert run.stderr.read().count(b"the reader of stdout is gone: the run continues") == 1
+        assert run.wait(60) == 0

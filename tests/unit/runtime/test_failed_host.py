@@ -7,9 +7,8 @@ import socket
 import pytest
 
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.failed_host import FAILED_HOST, write
 from megatron_rl.runtime.guard.failure import FailureMessage
-from megatron_rl.runtime.guard.first_failure import FirstFailure
+from megatron_rl.runtime.guard.first_failure import FAILED_HOST, FirstFailure, note_failed_host
 
 
 @pytest.fixture
@@ -22,8 +21,8 @@ def file(tmp_path, monkeypatch):
 
 
 def test_the_machine_that_is_named_first_stays(file):
-    write(file, "")
-    write(file, "node1")
+    note_failed_host(file, "")
+    note_failed_host(file, "node1")
     assert file.read_text() == "\n"
     assert list(file.parent.iterdir()) == [file]
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import subprocess
+import sys
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from megatron_rl.errors import concerning
-from megatron_rl.runtime.guard import failure
+from megatron_rl.runtime.guard import failure, parent
 from megatron_rl.runtime.guard.failure import (
     FailureMessage,
     describe,
     is_consequence,
     write_error_file,
 )
+from tests.launch import REPO
 
 
 def raised(error: BaseException) -> BaseException:
@@ -157,3 +162,44 @@ def test_a_file_that_has_gone_is_named_with_what_to_do(tmp_path):
     assert message.text.startswith(f"error: {tmp_path}/gone/samples.jsonl: no such file or folder")
     assert "put it back" in message.text
     assert not message.traceback
+
+
+def test_an_end_by_code_of_the_user_is_no_success():
+    program = (
+        "import sys\n"
+        "from megatron_rl.runtime.guard.failure import STATE, Peer\n"
+        "from megatron_rl.runtime.process import reported\n"
+        "with reported():\n"
+        "    STATE.peers = [Peer(0, 'here', 1)] * int(sys.argv[1])\n"
+        "    sys.exit(0)\n"
+    )
+    for met, code in ((0, 0), (1, 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(met)], capture_output=True, text=True, cwd=REPO
+        )
+        assert done.returncode == code, done.stderr
+    assert "error: RuntimeError: sys.exit(0) inside of the run" in done.stderr
+
+
+def test_an_error_of_a_file_names_it_without_a_traceback():
+    error = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "runs/long")
+    assert describe(error) == FailureMessage("error: runs/long: File name too long")
+
+
+def test_the_children_of_a_server_that_is_killed_end():
+    program = (
+        "import multiprocessing, time\n"
+        "from megatron_rl.runtime.guard import parent\n"
+        "def serve():\n"
+        "    parent.die_with_server()\n"
+        "    print(multiprocessing.current_process().pid, flush=True)\n"
+        "    time.sleep(100)\n"
+        "multiprocessing.get_context('fork').Process(target=serve).start()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO), parent.FOR_CHILDREN: "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment
+    ) as server:
+        child = psutil.Process(int(server.stdout.readline()))
+        server.kill()
+        assert psutil.wait_procs([child], timeout=5)[1] == []

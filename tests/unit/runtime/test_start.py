@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -71,3 +72,18 @@ def test_the_program_ends_with_one_error_and_makes_no_folder(tmp_path):
     assert done.stdout.count(f"torch {OLD} cannot train on CUDA") == 1, done.stdout
     assert "Traceback" not in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_network_interface_that_is_not_there_is_named(monkeypatch):
+    def join(backend: str, timeout: timedelta) -> None:
+        raise RuntimeError("[enforce fail at device.cc:84] ifa. Unable to find address for: eth7")
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME: .*eth7; unset it"):
+        launch.join("gloo", 1.0)
+
+
+def test_a_variable_of_torchrun_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "a")
+    with pytest.raises(ValueError, match="launch: RANK = 'a': not a number"):
+        launch.start()

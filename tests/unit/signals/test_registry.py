@@ -11,12 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config.method import load_method
 from megatron_rl.errors import RegistrationError
-from megatron_rl.loss import (
-    Evidence,
-    register_estimator,
-    register_policy_loss,
-    register_shaper,
-)
+from megatron_rl.loss import Evidence, register_estimator, register_policy_loss, register_shaper
 from megatron_rl.passes import Output, TokenScores
 from megatron_rl.signals import Signal, register_signal, signals_of
 from megatron_rl.types import Prompt
@@ -78,8 +73,7 @@ def test_two_readers_agree_on_a_knob():
 
     register_shaper("other")(other)
     with pytest.raises(
-        ValueError,
-        match=r"shaper confidence_gap and shaper other .* different tail \(0.2, 0.5",
+        ValueError, match=r"shaper confidence_gap and shaper other .* different tail \(0.2, 0.5"
     ):
         signals_of(load_method("arm", ["shaping.other={}"]))
     signals_of(load_method("arm", ["shaping.other.tail=0.2"]))
@@ -155,7 +149,8 @@ def test_statistics_of_old_logprobs_by_hand(build):
     chosen = ["kl.placement=reward", "kl.estimator=k2", "shaping.confidence_gap.tail=0.5"]
     signals = signals_of(load_method("durian_reasoning", chosen))
     signals = replace(
-        signals, members=[one for one in signals.members if one.name != "PromptConfidence"]
+        signals,
+        members=[one for one in signals.members if type(one).__name__ != "PromptConfidence"],
     )
     of_tokens, columns = signals.after_rollout(view)
     assert of_tokens == {}

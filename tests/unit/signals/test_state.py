@@ -71,10 +71,7 @@ def test_without_its_memory_a_resumed_run_would_differ(
     assert visits == [1] * 8
 
 
-SIREN = {
-    "method": "siren",
-    "method_overrides": ["aggregate.norm_len=3", "entropy_anchor.coef=2.0"],
-}
+SIREN = {"method": "siren", "method_overrides": ["aggregate.norm_len=3", "entropy_anchor.coef=2.0"]}
 
 
 def test_a_resumed_run_goes_back_to_the_entropy_of_the_start(build) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.shards import ShardGroup, check_written_once, collect, expand
 from tests.unit.weight_sync.slow_layouts import (
     UNWRITTEN,
@@ -24,7 +24,7 @@ from tests.unit.weight_sync.slow_layouts import (
 )
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
 from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from tools.planning.plan_figures import peak_staging_bytes
+from tools.planning.plan_figures import peak_staging_bytes, streams
 
 LLAMA = ModelShape(
     layers=4, hidden=12, heads=8, kv_heads=2, head_dim=4, ffn=24, vocab=90, dtype="float32"
@@ -103,7 +103,7 @@ def resharded(
     sources = {rank: train_shards(model, train, rank) for rank in range(train.ranks)}
     targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
     settings = PlanSettings(
-        bucket_bytes, rounds_in_flight, Machines(gpus_per_node), rollout.replicas
+        bucket_bytes, rounds_in_flight, gpus_per_node, replicas=rollout.replicas
     )
     plan = make_plan(sources, targets, settings)
     shards = {rank: megatron_shards(full, model, train, rank) for rank in sources}
@@ -117,9 +117,7 @@ def resharded(
         for key, value in parameters.items():
             assert torch.equal(got[rank][key], value), f"rank {rank} {key}"
     assert moved == {"sent": plan.bytes_sent, "copied": plan.bytes_local}
-    assert plan.ratio == 1.0 and plan.bytes_sent == plan.lower_bound == least_bytes(
-        sources, targets
-    )
+    assert plan.bytes_sent == plan.lower_bound == least_bytes(sources, targets)
     peak = max(peak_staging_bytes(plan.schedule).values(), default=0)
     assert peak <= 2 * rounds_in_flight * bucket_bytes
 
@@ -217,7 +215,7 @@ LOW, HIGH, WHOLE = group(), group(start=(2, 0), key="q"), group(shape=(4, 4))
 
 
 def plan_of(sources: dict, targets: dict, **options: object):
-    settings = PlanSettings(**{"machines": Machines(2), "bucket_bytes": 64, **options})
+    settings = PlanSettings(**{"gpus_per_node": 2, "bucket_bytes": 64, **options})
     return make_plan(sources, targets, settings)
 
 
@@ -225,7 +223,7 @@ def test_local_copy_then_same_node_then_far_are_preferred() -> None:
     """Four holders of everything on two nodes: rank 1 takes its own half, the rest from rank 0 of
     its node."""
     plan = plan_of({0: [WHOLE], 1: [LOW], 2: [WHOLE], 3: [WHOLE]}, {1: [WHOLE]})
-    assert dict(plan.streams) == {(0, 1, "float32"): 32}
+    assert streams(plan.flows) == {(0, 1, "float32"): 32}
     assert dict(plan.bytes_by_link) == {"same_process": 32, "same_node": 32, "across_nodes": 0}
     far = plan_of({0: [WHOLE], 1: [WHOLE]}, {2: [WHOLE]})
     assert far.bytes_by_link["across_nodes"] == 64 and far.bytes_local == 0
@@ -236,15 +234,7 @@ def test_equal_holders_share_the_load() -> None:
     tensors = tuple(f"w{i}" for i in range(4))
     many = replace(WHOLE, names=tensors, keys=tensors)
     plan = plan_of({0: [many], 1: [many]}, {2: [many]})
-    assert dict(plan.streams) == {(0, 2, "float32"): 128, (1, 2, "float32"): 128}
-    # another tensor of 48 bytes, held by rank 0 alone and planned first, shifts one of three equal
-    # tensors to rank 1
-    first = group("a", shape=(3, 4), full=(3, 4))
-    uneven = replace(many, names=tensors[:3], keys=tensors[:3])
-    plan = plan_of(
-        {0: [first, uneven], 1: [uneven]}, {2: [first, replace(uneven, keys=("x", "y", "z"))]}
-    )
-    assert dict(plan.streams) == {(0, 2, "float32"): 48 + 64, (1, 2, "float32"): 128}
+    assert streams(plan.flows) == {(0, 2, "float32"): 128, (1, 2, "float32"): 128}
 
 
 def test_wanted_twice_by_one_process_travels_once() -> None:
@@ -260,11 +250,6 @@ def test_wanted_twice_by_one_process_travels_once() -> None:
         simulate(plan, sources, targets, {0: {"p": source}}, {1: got})
         assert torch.equal(got["a"], source) and torch.equal(got["b"], source)
         assert torch.equal(got["c"], source[2:])
-
-
-def test_gather_bytes_count_what_every_rollout_process_lacks() -> None:
-    """Each of two processes holds half of 64 bytes and would receive the other half."""
-    assert plan_of({0: [LOW], 1: [HIGH]}, {0: [LOW], 1: [HIGH]}).gather_bytes == 64
 
 
 def test_transposed_target() -> None:
@@ -381,8 +366,11 @@ def test_equal_inputs_give_equal_plans() -> None:
     sources = {rank: train_shards(model, train, rank) for rank in range(train.ranks)}
     targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
 
+    def bare(group: ShardGroup) -> ShardGroup:
+        return ShardGroup(group.names, (), replace(group.shard, offset=0, stride=()))
+
     def geometry(side: dict) -> dict:
-        return {rank: [group.geometry() for group in side[rank]] for rank in reversed(side)}
+        return {rank: [bare(group) for group in side[rank]] for rank in reversed(side)}
 
     assert fields_of(plan_of(sources, targets)) == fields_of(
         plan_of(geometry(sources), geometry(targets))

@@ -13,7 +13,6 @@ from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.fleet import commands
 from megatron_rl.weight_sync.fleet.commands import HttpServer, NotReachedError, switch_weights
 from megatron_rl.weight_sync.fleet.controller import FleetController
-from megatron_rl.weight_sync.fleet.update_kinds import InPlaceUpdate
 
 
 @pytest.fixture
@@ -105,7 +104,7 @@ def test_a_machine_without_power_is_called_once_and_not_waited_for(without_power
     server = HttpServer(without_power, timeout_s=60)
     calls, call = [], server.call
     server.call = lambda path, *args, **query: calls.append(path) or call(path, *args, **query)
-    lost = FleetController({"a": server}, TransferOptions(), "").begin(InPlaceUpdate("keep"))
+    lost = FleetController({"a": server}, TransferOptions(), "", "keep").begin(staged=False)
     assert re.search(r"/pause\?mode=keep: .*no connection within 0.2 s", lost["a"])
     with pytest.raises(NotReachedError, match="no server is reached"):
         server.address()

@@ -1,7 +1,5 @@
 """What travels between trainer and workers is plain data, and who does not know the secret of the
-run is not let in. Servers that are cut alike share a plan."""
-
-from dataclasses import replace
+run is not let in."""
 
 import pytest
 import torch
@@ -49,16 +47,3 @@ def test_a_worker_without_the_secret_is_not_let_in(world):
             ServersError, match="rank 1, 2: it does not know the secret of this run"
         ):
             OneServer(policy, TwoWorkers(theirs), world, OPTIONS, secret=own)
-
-
-def test_servers_that_are_cut_alike_share_a_plan(world):
-    plans = {}
-    first, second = (
-        OneServer(Policy(), TwoWorkers(), world, OPTIONS, plans=plans) for _ in range(2)
-    )
-    assert first.plan is second.plan and len(plans) == 1
-    larger = OneServer(Policy(), TwoWorkers(), world, replace(OPTIONS, bucket_mib=1), plans=plans)
-    assert larger.plan is not first.plan and len(plans) == 2
-    for sync in (first, second, larger):
-        assert sync.sync(1).bytes_total == 64
-        sync.close()

@@ -168,6 +168,6 @@ def test_what_is_drawn_is_the_median_with_its_gaps():
 
 def test_styles_tell_two_dozen_variants_apart_without_color_or_without_dash():
     styles = [style_of(order) for order in range(25)]
-    assert len({(style.color, style.dash) for style in styles}) == 25
-    assert len({style.marker for style in styles[:12]}) == 12
-    assert len({style.color for style in styles[:7]}) == 7
+    assert len({(style["color"], style["linestyle"]) for style in styles}) == 25
+    assert len({style["marker"] for style in styles[:12]}) == 12
+    assert len({style["color"] for style in styles[:7]}) == 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -116,9 +115,13 @@ def test_figures_exist_and_have_something_in_them(grid):
 
 def test_the_baseline_comes_first_and_the_methods_differ(grid):
     _, _, markdown = grid
-    rows = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| method=")]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in markdown.splitlines()
+        if line.startswith("| method=")
+    ]
     methods = rows[:3]
-    assert [row[0] for row in methods] == ["| method=grpo", "| method=dapo", "| method=rloo"]
+    assert [row[0] for row in methods] == ["method=grpo", "method=dapo", "method=rloo"]
     assert methods[0][6:11] == ["baseline", "-", "-", "-", "-"]
     assert float(methods[1][6]) < 0 < float(methods[2][6])  # made so: dapo gains less, rloo more
     assert [row[10] for row in methods[1:]] == ["lower", "higher"]
@@ -166,24 +169,7 @@ def test_untrusted_text_stays_text(tmp_path):
     widths = [
         len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line[:1] == "|"
     ]
-    assert set(widths) <= {13, 10, 8, 4, 3}  # columns of the tables + 1: no entry was cut in two
-
-
-def test_an_evaluation_after_the_training_has_a_table_of_its_own(tmp_path):
-    run = write_run(tmp_path / "runs" / "a", [{"step": 5, "eval/accuracy": 0.1}])
-    write_run(tmp_path / "runs" / "b", [{"step": 5, "eval/accuracy": 0.3}], seed=2)
-    (run / "evaluation").mkdir()
-    rows = [
-        {"step": 2, "eval/accuracy": 0.9},
-        {"step": 5, "eval/accuracy": 0.5, "eval_low/accuracy": 0.4, "eval_high/accuracy": 0.6}
-        | {"eval/maj_at_4": 0.7, "eval/pass_at_4": 0.8, "eval/pass_at_4/sums": 0.2},
-    ]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (run / "evaluation" / "metrics.jsonl").write_text(lines)
-    text, markdown = written(tmp_path / "out", tmp_path / "runs")
-    assert "| a | method=grpo | 1 | 5 | 0.500 \\[0.400, 0.600\\] | 0.700 | 0.800 |" in markdown
-    assert "<td>0.500 [0.400, 0.600]</td>" in text
-    assert "| method=grpo | 2 | 5 | 0.200 |" in markdown  # that of the training is compared
+    assert set(widths) <= {12, 10, 8, 4, 3}  # columns of the tables + 1: no entry was cut in two
 
 
 def test_missing_metrics_leave_panels_and_entries_out(tmp_path):
@@ -237,7 +223,7 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     assert Page(text).count("pre") == 3 * 3
     (run / "samples.jsonl").write_text('[]\n{"step": 1}\n')
     text, _ = written(tmp_path / "out", tmp_path / "runs")
-    assert "a: samples.jsonl: 2 lines are damaged and left out, the first is line 1" in text
+    assert "a: samples.jsonl: 2 lines are damaged, the first is line 1" in text
 
 
 @pytest.mark.parametrize(

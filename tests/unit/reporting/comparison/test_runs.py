@@ -71,15 +71,7 @@ def test_damaged_files_are_named_and_the_others_read(tmp_path):
     found = found_in(tmp_path)
     assert [run.name for run in found.runs] == ["asked", "good"]
     said = {problem.partition(":")[0]: problem for problem in found.problems}
-    assert sorted(said) == [
-        "asked",
-        "foreign",
-        "lost",
-        "rows",
-        "settings",
-        "started",
-        "words",
-    ]
+    assert sorted(said) == ["asked", "foreign", "lost", "rows", "settings", "started", "words"]
     assert "its evaluation is not shown" in said["asked"]
     assert "line 2 is damaged" in said["rows"]
     assert "config.json is damaged" in said["settings"]

@@ -22,7 +22,7 @@ from tests.unit.reporting.comparison.made_runs import variants_in, write_run
 
 def scored(values: dict[int, float]) -> VariantScore:
     floats = {seed: float(value) for seed, value in values.items()}
-    return VariantScore(floats, (10,), None)
+    return VariantScore(floats, (10,))
 
 
 def test_a_paired_difference_of_three_seeds_by_hand():
@@ -88,13 +88,12 @@ def only_variant(place: Path) -> Variant:
     return variant
 
 
-def test_last_and_best_of_a_variant(tmp_path):
+def test_the_last_values_of_a_variant(tmp_path):
     write_run(tmp_path / "a", rows({0: 0.1, 5: 0.6, 10: 0.4}), seed=1)
     write_run(tmp_path / "b", rows({0: 0.2, 5: 0.5, 8: 0.9, 10: 0.6}), seed=2)
     found = score(only_variant(tmp_path), "eval/accuracy")
     assert found is not None
     assert (found.values, found.steps) == ({1: 0.4, 2: 0.6}, (10,))
-    assert found.best == (5, pytest.approx(0.55))  # step 8 is not one of both
     assert found.mean == pytest.approx(0.5)
     assert found.interval.high - 0.5 == pytest.approx(12.7062 * 0.1, abs=1e-4)
 
@@ -135,11 +134,11 @@ def test_cost_by_hand(tmp_path):
     first.append({**step, "step": 3, "time/step_s": 3.0})
     write_run(tmp_path / "a", first, seed=1)
     write_run(tmp_path / "b", [{"step": 1, "time/step_s": 5.0}], seed=2)
-    found = cost(only_variant(tmp_path))
-    assert found.steps == 2
-    assert found.response_tokens == 3 * 240
-    assert found.sampled_tokens == 3 * 320
-    assert found.training_seconds == (11 + 5) / 2
-    assert found.evaluation_seconds == 5
-    assert found.seconds_per_step == (3 + 5) / 2
-    assert found.processes == (2,)
+    assert cost(only_variant(tmp_path)) == {
+        "steps": 2,
+        "response tokens": 3 * 240,
+        "sampled tokens": 3 * 320,
+        "training [s]": (11 + 5) / 2,
+        "evaluation [s]": 5,
+        "median step [s]": (3 + 5) / 2,
+    }
