@@ -57,7 +57,7 @@ NOT_REACHED = re.compile(
 CONFIGURATION = "megatron.core.transformer.transformer_config:TransformerConfig"
 # Functions that collect keywords, and what is called with them.
 HANDED_ON = {
-    "engine_arguments": "vllm.engine.arg_utils:EngineArgs",
+    **dict.fromkeys(("engine_arguments", "_of_the_device"), "vllm.engine.arg_utils:EngineArgs"),
     **dict.fromkeys(
         ("transformer_config", "fused_kernels", "recomputation", "expert_fields", "model_fields"),
         CONFIGURATION,

@@ -129,7 +129,7 @@ def changed_byte_is_named_and_the_engine_refuses() -> None:
             lambda: sync.sync(5),
             WeightSyncError,
             "other bytes arrived than were sent",
-            "from rank 1 to rank 0: model.",
+            "from rank 1 to rank 0: lm_head.weight[",
         )
     finally:
         transport._TransportRun.packed = packed

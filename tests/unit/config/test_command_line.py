@@ -69,9 +69,8 @@ def test_the_configuration_is_shown_resolved(capsys, words):
     assert "run_dir: runs/7" in out
 
 
-def test_the_first_rank_answers_for_all(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert answer(arguments(["--info"]), launched().rank) == 0
+def test_the_first_rank_answers_for_all(capsys):
+    assert answer(arguments(["--info"]), rank=1) == 0
     assert capsys.readouterr().out == ""
 
 
