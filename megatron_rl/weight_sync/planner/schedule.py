@@ -13,6 +13,7 @@ from megatron_rl.weight_sync.planner.flows import Edges, Flows, Stream
 
 ALIGNMENT = 16  # bytes; a multiple of every item size, so that no element is cut
 _SLOTS = 8  # parts of a round that are given away; more waste less of it, and plan longer
+_LOOK_BACK = 32 * _SLOTS  # slots that are searched before the last one used; older gaps stay open
 
 
 class BucketId(NamedTuple):
@@ -75,7 +76,8 @@ def _counted(counts: np.ndarray) -> np.ndarray:
 
 
 def schedule(flows: Flows, bucket_bytes: int, rounds_in_flight: int) -> Schedule:
-    """Cuts each flow into buckets of at most ``bucket_bytes``, in rounds with room at both ends.
+    """Cuts each flow into buckets of at most ``bucket_bytes`` and gives each the first rounds with
+    room at both ends.
 
     A process issues its rounds in increasing order and waits for them in that order, so the
     earliest unfinished round can always finish: no deadlock, however many rounds are in flight.
@@ -88,30 +90,10 @@ def schedule(flows: Flows, bucket_bytes: int, rounds_in_flight: int) -> Schedule
         )
     # Rounded down to the alignment: a bucket begins at a slot, so it begins at an element.
     slot = max(ALIGNMENT, bucket_bytes // _SLOTS // ALIGNMENT * ALIGNMENT)
-    slots_a_round = bucket_bytes // slot
-    first, end = _slots(flows, slot)
-    # The slots of a flow in one round are one bucket.
-    first_round = first // slots_a_round
-    counts = -(-end // slots_a_round) - first_round
-    flow = np.repeat(np.arange(len(flows)), counts)
-    arrival = first_round[flow] + _counted(counts)
-    begin = (np.maximum(arrival * slots_a_round, first[flow]) - first[flow]) * slot
-    behind = (np.minimum((arrival + 1) * slots_a_round, end[flow]) - first[flow]) * slot
-    size = np.minimum(behind, flows.size[flow]) - begin  # the last slot may be used in part
-    return Schedule(flows, flow, arrival, begin, size, rounds_in_flight)
-
-
-def _slots(flows: Flows, slot: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slots ``[first, end)`` of each flow, after all that its ends have given away before."""
-    wanted = -(-flows.size // slot)
-    first = np.zeros(len(flows), dtype=np.int64)
-    next_out, next_in = np.zeros((2, len(flows.nodes.of_rank)), dtype=np.int64)
+    calendar = _Calendar(len(flows.nodes.of_rank), slot, bucket_bytes // slot)
     for together in matchings(flows):
-        # No rank is an end of two of them on one side: all are placed at once.
-        source, target = flows.source[together], flows.target[together]
-        first[together] = np.maximum(next_out[source], next_in[target])
-        next_out[source] = next_in[target] = first[together] + wanted[together]
-    return first, first + wanted
+        calendar.place(together, flows)
+    return Schedule(flows, *calendar.buckets(), rounds_in_flight)
 
 
 def matchings(flows: Flows) -> list[np.ndarray]:
@@ -119,7 +101,7 @@ def matchings(flows: Flows) -> list[np.ndarray]:
 
     Flows of one component of the graph from sources to targets are grouped by the distance from
     source to target, both counted inside the component, as in a round-robin tournament. Those
-    across nodes come first.
+    across nodes come first, the others fill what they leave.
 
     Example: 0->4, 0->5, 1->4, 1->5 have the distances 0, 1, 1 and 0 of two places: the groups are
     0->4 with 1->5, and 0->5 with 1->4.
@@ -178,3 +160,79 @@ def _components(source: np.ndarray, target: np.ndarray) -> np.ndarray:
         same_targets = np.array_equal(before_target, of_target[target])
         if same_sources and same_targets:
             return before_source
+
+
+class _Calendar:
+    """Which slots of its rounds each rank has given away, out and in. Flows are placed a matching
+    at a time: each takes the first slots that are free at both of its ends."""
+
+    def __init__(self, num_ranks: int, slot_bytes: int, slots_a_round: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots_a_round = slots_a_round
+        self.busy = np.zeros((2, num_ranks, 64), dtype=bool)  # out, in
+        self.free_from = np.zeros((2, num_ranks), dtype=np.int64)  # no free slot before it
+        self.used_to = np.zeros((2, num_ranks), dtype=np.int64)  # all are free from there on
+        self.placed: list[tuple[np.ndarray, ...]] = []
+
+    def place(self, chosen: np.ndarray, flows: Flows) -> None:
+        """Gives slots to the flows ``chosen``, a matching: since no rank is an end of two of them
+        on one side, all are placed at once, a row each."""
+        wanted = -(-flows.size[chosen] // self.slot_bytes)  # slots, the last one maybe in part
+        # (side, ranks) as an index: of what the sources send, and of what the targets receive.
+        sending = (0, flows.source[chosen])
+        receiving = (1, flows.target[chosen])
+        both = [sending, receiving]
+        last = np.maximum(self.used_to[sending], self.used_to[receiving])
+        first = np.maximum(self.free_from[sending], self.free_from[receiving])
+        # One window for all rows. From ``last`` on both ends are free: ``wanted`` more are enough.
+        low = int(np.maximum(first, last - _LOOK_BACK).min())
+        high = int((last + wanted).max())
+        while high > self.busy.shape[2]:
+            self.busy = np.concatenate([self.busy, np.zeros_like(self.busy)], axis=2)  # doubled
+        window = [self.busy[side, end, low:high] for side, end in both]
+        free = ~(window[0] | window[1])
+        # The first ``wanted`` free slots: those up to which no more than that many are free.
+        taken = free & (np.cumsum(free, axis=1, dtype=np.int32) <= wanted[:, None])
+        for (side, end), before in zip(both, window, strict=True):
+            now = before | taken
+            self.busy[side, end, low:high] = now
+            # argmin of a row is its first free slot, but 0 where there is none.
+            full = now.all(axis=1)
+            lowest = np.where(full, high, low + np.argmin(now, axis=1))
+            # A rank whose first free slot lies before the window may still have it.
+            known = self.free_from[side, end]
+            self.free_from[side, end] = np.where(known >= low, lowest, known)
+            # After the last busy slot, which is the first one seen from the end.
+            highest = high - np.argmax(now[:, ::-1], axis=1)
+            self.used_to[side, end] = np.maximum(self.used_to[side, end], highest)
+        self._keep(chosen, flows.size[chosen], wanted, np.nonzero(taken), low)
+
+    def _keep(
+        self,
+        chosen: np.ndarray,
+        size: np.ndarray,
+        wanted: np.ndarray,
+        taken: tuple[np.ndarray, ...],
+        low: int,
+    ) -> None:
+        """The slots of a flow in one round are one bucket."""
+        row, column = taken  # sorted by row, then by column
+        first_slot = np.cumsum(wanted) - wanted
+        number = np.arange(len(row)) - first_slot[row]  # of the slot in its flow
+        arrival = (low + column) // self.slots_a_round
+        # A bucket begins where the flow or the round is another than that of the slot before.
+        starts = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(arrival, prepend=-1))
+        begin = number[starts] * self.slot_bytes
+        last_slot = np.append(starts, len(row))[1:] - 1  # before the next bucket's first one
+        end = (number[last_slot] + 1) * self.slot_bytes
+        bucket_row = row[starts]
+        bucket_size = np.minimum(end, size[bucket_row]) - begin
+        self.placed.append((chosen[bucket_row], arrival[starts], begin, bucket_size))
+
+    def buckets(self) -> list[np.ndarray]:
+        """Columns flow, arrival, begin, size, sorted by flow and begin."""
+        if not self.placed:
+            return [np.zeros(0, dtype=np.int64)] * 4
+        columns = [np.concatenate(column) for column in zip(*self.placed, strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        return [column[order] for column in columns]
