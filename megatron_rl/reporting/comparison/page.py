@@ -52,7 +52,8 @@ h2 { margin-top: 2.4rem; border-top: 1px solid #d5dae0; }
 table { display: block; overflow-x: auto; border-collapse: collapse; font-size: 0.9rem; }
 th, td { padding: 0.3rem 0.55rem; border-bottom: 1px solid #d5dae0; text-align: left;
   vertical-align: top; overflow-wrap: normal; }
-img { max-width: 100%; }
+p:has(> img) { overflow-x: auto; }
+img { max-width: 100%; min-width: 640px; }
 pre { padding: 0.5rem; background: #f4f6f8; white-space: pre-wrap; }
 </style></head><body>
 BODY</body></html>
