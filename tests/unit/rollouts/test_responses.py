@@ -92,6 +92,7 @@ def blocks_of_a_step(tokens: int) -> int:
 
 def test_no_python_object_stays_for_a_token():
     blocks_of_a_step(10)  # what is made once
-    few, many = blocks_of_a_step(10), blocks_of_a_step(1000)
-    # 31,680 tokens more; some tens of blocks come and go with what ran before.
-    assert many - few < 320, f"{few} blocks for 320 tokens, {many} for 32,000"
+    # What other tests leave comes and goes in some of the turns; an object of a token stays in all.
+    pairs = [(blocks_of_a_step(10), blocks_of_a_step(1000)) for _ in range(3)]
+    few, many = min(pairs, key=lambda pair: pair[1] - pair[0])
+    assert many - few < 32, f"{few} blocks for 320 tokens, {many} for 32,000"
