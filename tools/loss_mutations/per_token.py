@@ -164,6 +164,19 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return -weight * advantages * logprobs", "return weight * advantages * logprobs"),
         ("return -weight * advantages * logprobs", "return -weight * advantages"),
     ],
+    ("policy_losses", "sapo"): [
+        ("tau_neg).masked_fill(advantages > 0, tau_pos)", "tau_pos)"),
+        ("masked_fill(advantages > 0, tau_pos)", "masked_fill(advantages < 0, tau_pos)"),
+        (
+            "torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)",
+            "torch.where(advantages > 0, tau_pos, tau_neg).to(log_ratio.dtype)",
+        ),
+        ("log_ratio.clamp(max=20).exp() - 1)", "log_ratio.clamp(max=20).exp())"),
+        ("log_ratio.clamp(max=20).exp()", "log_ratio.exp()"),
+        ("-4 / tau * gate", "-gate"),
+        ("-4 / tau * gate", "-2 / tau * gate"),
+        ("-4 / tau * gate", "4 / tau * gate"),
+    ],
     ("policy_losses", "reinforce"): [
         ("return -advantages * logprobs", "return advantages * logprobs"),
         ("return -advantages * logprobs", "return -advantages * logprobs.exp()"),

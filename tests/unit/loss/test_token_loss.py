@@ -114,6 +114,7 @@ def test_masked_tokens_are_never_used() -> None:
         PPO,
         {"policy_loss": {"name": "gspo", "low": 0.2, "high": 0.2}},
         {"policy_loss": {"name": "cispo"}},
+        {"policy_loss": {"name": "sapo"}},
     ):
         for mismatch in ("none", "tis", "icepop", "sequence_mask"):
             data = batch(
@@ -177,6 +178,21 @@ def test_correction_weights_the_policy_term_alone() -> None:
     )
     dropped = run(plan(mismatch={"kind": "icepop"}), sampler_logprobs=sampler)
     same(dropped.metrics["policy/correction_dropped_share"][None], 1 / 3)
+
+
+def test_correction_weights_the_gate() -> None:
+    """On policy sapo is worth -2 A / tau, A = 1, 1, -2: at tau 1 and 2 w = 0.5, 2, 1 makes the
+    losses -1, -4 and 2, whose gradients are -w A. icepop leaves the second token out."""
+    sampler = vector(-1 - math.log(0.5), -2 - math.log(8), -3)
+    gate = {"name": "sapo", "tau_neg": 2.0}
+    for mismatch, weights in ((TIS, (0.5, 2, 1)), ({"kind": "icepop"}, (0.5, 0, 1))):
+        data = batch(sampler_logprobs=sampler)
+        result = token_loss(data, plan(policy_loss=gate, mismatch=mismatch))
+        result.loss.backward()
+        first, second, third = weights
+        same(result.loss[None].detach(), (-first - second + 2 * third) / 2)
+        assert data.logprobs.grad is not None
+        same(data.logprobs.grad, -first / 4, -second / 4, third)
 
 
 def test_clip_shares_by_hand() -> None:
