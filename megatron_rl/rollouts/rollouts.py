@@ -169,7 +169,9 @@ class Rollouts:
             )
         plan = self.job.plan
         # Before hooks of scored rollouts and credit: a group is trained with all of its responses.
-        again = plan.ask_again(self, step, responses, clock, sampled.refused)
+        again = plan.hooks.run(
+            self.run, step, plan.of_step(step), responses, clock, sampled.refused
+        )
         share = self._excluded_share(step, again.responses, summary)
         judged = self.job.verdicts.judged(again.responses)
         if not len(judged):
@@ -238,8 +240,9 @@ class Rollouts:
     def state(self) -> dict[str, Any]:
         """See protocols.RolloutSource: the position in the prompts, responses that are open, and
         what sampling hooks remember."""
-        is_partial = self.job.rules.is_partial
-        return {"is_partial": is_partial, **self.engines.state(), **self.job.plan.state()}
+        state = {"is_partial": self.job.rules.is_partial, **self.engines.state()}
+        hooks = self.job.plan.hooks
+        return {**state, "hooks": hooks.state()} if hooks.hooks else state
 
     def restore(self, state: dict[str, Any]) -> None:
         """See protocols.RolloutSource."""
@@ -258,7 +261,7 @@ class Rollouts:
             )
         self.job.stream.restore(state["prompts"])
         self.engines.restore(state)
-        self.job.plan.restore(state)
+        self.job.plan.hooks.restore(state.get("hooks", {}))
 
 
 def age_metrics(step: int, responses: Responses, world: World) -> dict[str, float]:

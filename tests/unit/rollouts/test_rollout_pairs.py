@@ -76,7 +76,7 @@ class Setting:
             seed=4,
             rules=self.rules,
             method=load_method("dapo" if self.rules.is_filtered else "grpo"),
-            hooks=Resampling(hooks, PROMPTS) if hooks else None,
+            hooks=Resampling(hooks, PROMPTS),
             demonstrations=Demonstrations(lambda text: [7]) if self.has_demonstrations else None,
             response_limit=(lambda step: 10 * min(step, 4)) if self.has_stages else None,
         )

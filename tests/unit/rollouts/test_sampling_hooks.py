@@ -133,7 +133,7 @@ def rollouts(**hooks: SamplingHook) -> Rollouts:
         sampling,
         seed=1,
         prompts_per_step=4,
-        hooks=Resampling(hooks, PROMPTS) if hooks else None,
+        hooks=Resampling(hooks or {}, PROMPTS),
     )
     return rollouts_of(sampler, job)
 
