@@ -144,7 +144,7 @@ class Scheduler:
     def take(self) -> StepGroups:
         """The groups of the next step, which leave the scheduler."""
         taken = self.end.take()
-        self.queue.forget({*taken.groups, *taken.refused})
+        self.queue.forget(taken.gone)
         self._update()
         return taken
 

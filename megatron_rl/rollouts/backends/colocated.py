@@ -56,6 +56,7 @@ class ColocatedEngines:
     def _main(self, version: int) -> Dispatcher:
         """On rank 0, for a step by weights of ``version``."""
         if self._dispatcher is None:
+            # Not before: what it gives to be scored would come to a generation between.
             rules = self._job.rules
             if self._saved is None:
                 scheduler = Scheduler(rules, step=version, version=version)
@@ -84,7 +85,7 @@ class ColocatedEngines:
             mine = store.unfinished(groups, summary.ended) if is_leader else []
             for of_rank in self._world.all_gather(mine):
                 store.begin_step(of_rank)
-        store.forget([*groups.groups, *groups.refused])
+        store.forget(groups.gone)
         store.clear_new()
         self._job.stream.forget(groups.step, groups.end)
 

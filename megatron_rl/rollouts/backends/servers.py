@@ -155,7 +155,7 @@ class ServerBackend:
         groups = summary.groups
         store = self._job.store
         store.begin_step(store.unfinished(groups, summary.ended))
-        store.forget([*groups.groups, *groups.refused])
+        store.forget(groups.gone)
         self._training.step_is_taken()
         self._job.stream.forget(groups.step, groups.end)
         metrics = {**open_metrics(groups, self._job), **self.counts()}
