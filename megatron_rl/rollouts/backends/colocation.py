@@ -130,10 +130,8 @@ class Colocation:
             raise
 
     def _clean_up(self, error: BaseException) -> None:
-        for name, action in (
-            ("engine.sleep", self.engine.sleep),
-            ("policy.reload", self._policy.reload),
-        ):
+        actions = {"engine.sleep": self.engine.sleep, "policy.reload": self._policy.reload}
+        for name, action in actions.items():
             try:
                 action()
             except Exception as failure:  # noqa: BLE001 (noted on the exception that matters)

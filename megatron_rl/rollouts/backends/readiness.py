@@ -194,12 +194,10 @@ class FleetReadiness:
             return self.arrivals()
         workers = self._scheduler.queue.workers
         # Those that are held are going over to other weights at this moment.
-        loads = [
-            (len(workers[one].running), one) for one in self.at_work if not workers[one].is_held
-        ]
-        if not loads:
+        free = [one for one in self.at_work if not workers[one].is_held]
+        if not free:
             return None
-        _, name = min(loads)
+        name = min(free, key=lambda one: (len(workers[one].running), one))
         self._recall(name)
         logger.warning("server %s goes back to weights version %d", name, version)
         return FleetEvent("join", {name: self.at_work[name]}, version)

@@ -14,7 +14,7 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.hooks.base import ROLLOUT_HOOKS, Ask, SamplingHook, ScoredGroup
 from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
-from megatron_rl.rollouts.rows.experience import Responses
+from megatron_rl.rollouts.rows.experience import ROW_ARRAYS, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.types import Prompt, Sampling, Score
 
@@ -162,27 +162,22 @@ def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) 
     Example: groups 0 0 1 1 and two rows more for 0 and 2 are the groups 0 0 0 1 1 2.
     """
 
-    def both(name: str) -> np.ndarray:
-        return np.concatenate([getattr(first, name), getattr(more, name)])
-
-    columns = {
-        name: np.concatenate([values, more.tokens.columns[name]])
-        for name, values in first.tokens.columns.items()
-    }
+    there, come = first.tokens, more.tokens
+    tokens = TokenRows(
+        # The rows of ``more`` come after those of ``first`` until both are sorted by group.
+        np.concatenate([there.rows, come.rows + len(first)]),
+        np.concatenate([there.lengths, come.lengths]),
+        {name: np.concatenate([there.columns[name], come.columns[name]]) for name in there.columns},
+    )
+    joining = replace(more, group_ids=groups)
     together = Responses(
         prompts=[*first.prompts, *more.prompts],
-        group_ids=np.concatenate([first.group_ids, groups]),
-        lengths=both("lengths"),
-        truncated=both("truncated"),
-        weight_versions=both("weight_versions"),
         scores=[*first.scores, *more.scores],
-        tokens=TokenRows(
-            # The rows of ``more`` come after those of ``first`` until both are sorted by group.
-            np.concatenate([first.tokens.rows, more.tokens.rows + len(first)]),
-            np.concatenate([first.tokens.lengths, more.tokens.lengths]),
-            columns,
-        ),
-        holders=both("holders"),
+        tokens=tokens,
+        **{
+            name: np.concatenate([getattr(first, name), getattr(joining, name)])
+            for name in ROW_ARRAYS
+        },
     )
     ordered = together.take(np.argsort(together.group_ids, kind="stable"))
     return replace(ordered, tokens=ordered.tokens.take(np.sort(ordered.tokens.rows)))
