@@ -15,9 +15,11 @@ from tests.unit.rollouts.server_fakes import (
     RULES,
     Fleet,
     contents,
+    contents_of,
     groups_of,
     publish,
     run,
+    start_published,
     step,
     tokens_of,
     uid_of,
@@ -39,7 +41,7 @@ def test_groups_that_the_method_does_not_want_are_replaced_alike_by_any_servers(
         fleet = Fleet(registered=set(names))
         dispatcher = start(fleet, rules, wants=first_is_correct)
         publish(dispatcher, fleet, 0)
-        seen.append(contents([step(dispatcher, fleet, version) for version in range(1, 6)]))
+        seen.append(contents_of(dispatcher, fleet, 1, 5))
     assert seen[0] == seen[1] == seen[2]
     uids = [uid for uid, _, _ in seen[0]]
     assert all(scores[0].correct for _, _, scores in seen[0])
@@ -71,8 +73,7 @@ def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
     )
     gate.clear()
     fleet = Fleet(registered={"a"})
-    dispatcher = start(fleet, FILTERED, reward=Strict(), wants=first_is_correct)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet, FILTERED, reward=Strict(), wants=first_is_correct)
     assert dispatcher.wait() is True
     first = groups_of(dispatcher.take())
     until(lambda: dispatcher._scheduler.end.to_judge() and not is_sampling(dispatcher))
@@ -132,8 +133,9 @@ def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
     rules = replace(FILTERED, staleness=2, lockstep=False)
     fleet = Fleet(registered={"a"})
     judge = Settled()
-    judge.dispatcher = dispatcher = start(fleet, rules, reward=judge, wants=first_is_correct)
-    publish(dispatcher, fleet, 0)
+    judge.dispatcher = dispatcher = start_published(
+        start, fleet, rules, reward=judge, wants=first_is_correct
+    )
     stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
     looked_at = set()
     first = 0
