@@ -29,7 +29,7 @@ from megatron_rl.engine.side_effects import (
 )
 from megatron_rl.engine.streams import EngineStream
 from megatron_rl.engine.weights import lazy_loading
-from megatron_rl.engine.weights.stream import CheckedStream, expected_tensors
+from megatron_rl.engine.weights.stream import checked_stream, expected_tensors
 from megatron_rl.protocols import ENGINE_PARTS, NOTHING, Transfer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import lift_time_limits
@@ -248,7 +248,7 @@ class VllmEngine:
                 from then on.
         """
         self._require_usable(("weights",))
-        checked = iter(CheckedStream(weights, self._expected, getattr(torch, self._config.dtype)))
+        checked = checked_stream(weights, self._expected, getattr(torch, self._config.dtype))
         # Checked before the engine is marked unusable: a stream that is wrong from its start
         # leaves the old weights in place.
         first = next(checked)
