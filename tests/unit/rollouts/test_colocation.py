@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines
-from megatron_rl.rollouts.backends.colocation import Colocation
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines, Colocation
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.runtime.memory import Ledger
 from megatron_rl.scheduling.end_of_step import StepRules
