@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,17 +143,7 @@ class OneServer:
 
     def sync(self, version: int, servers: dict[str, str], staged: bool) -> Any:
         self.engine.weight_version = version
-        return Report(list(servers))
-
-
-@dataclass(frozen=True)
-class Report:
-    updated: list[str]
-    sync: Any = None
-
-    @property
-    def lost(self) -> dict[str, str]:
-        return {}
+        return SimpleNamespace(updated=list(servers), sync=None, lost={})
 
 
 def on_servers(setting: Setting, mood: int) -> list[list[dict[str, Any]]]:

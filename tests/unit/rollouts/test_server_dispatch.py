@@ -173,9 +173,8 @@ def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start
     news = dispatcher.wait()
     assert news[:3] == ("join", {"b": "at b"}, 0)
     welcome(dispatcher, fleet, news, 1)
-    rest = [step(dispatcher, fleet, version) for version in (2, 3)]
+    assert contents([first]) + contents_of(dispatcher, fleet, 2, 3) == expected
     assert {0, 1} <= {version for name, version, *_ in fleet.asked if name == "b"}
-    assert contents([first, *rest]) == expected
 
 
 def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(start):
@@ -196,8 +195,7 @@ def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(star
     assert news[:3] == ("join", {"a": "at a"}, 0)
     num_asked = len(fleet.asked)
     welcome(dispatcher, fleet, news, 1)
-    rest = [step(dispatcher, fleet, version) for version in (2, 3, 4)]
-    assert contents([first, *rest]) == expected
+    assert contents([first]) + contents_of(dispatcher, fleet, 2, 4) == expected
     versions = [version for _, version, *_ in fleet.asked[num_asked:]]
     assert versions == sorted(versions) and versions[0] == 0 and 2 in versions
 
@@ -206,10 +204,10 @@ def test_a_server_that_does_not_go_over_is_given_up(start):
     expected = run(start, Fleet(registered={"a"}), 4)
     fleet = Fleet(registered={"a", "b"})
     dispatcher = start_published(start, fleet)
-    steps = [step(dispatcher, fleet, 1)]
+    first = contents_of(dispatcher, fleet, 1, 1)
     fleet.stuck.add("b")
-    steps += [step(dispatcher, fleet, version) for version in (2, 3, 4)]
-    assert contents(steps) == expected and fleet.registered == {"a"}
+    assert first + contents_of(dispatcher, fleet, 2, 4) == expected
+    assert fleet.registered == {"a"}
     assert fleet.versions["b"] < 2
 
 
@@ -217,9 +215,9 @@ def test_a_server_that_does_not_go_over_is_given_up(start):
 def test_a_server_that_is_given_up_while_it_gets_weights_does_not_come_back(start, staleness):
     fleet = Fleet(registered={"a", "b"})
     dispatcher = start_published(start, fleet, replace(RULES, staleness=staleness))
-    steps = [step(dispatcher, fleet, 1)]
+    step(dispatcher, fleet, 1)
     assert dispatcher.wait() is True
-    steps.append(groups_of(dispatcher.take()))
+    dispatcher.take()
     servers = dispatcher.drained(2)
     assert set(servers) == {"a", "b"}
     fleet.registered.remove("b")  # so the registry says, while the push is under way
@@ -229,7 +227,7 @@ def test_a_server_that_is_given_up_while_it_gets_weights_does_not_come_back(star
     fleet.versions |= dict.fromkeys(servers, 2 if staleness == 0 else 1)
     num_asked = len(fleet.asked)
     dispatcher.published(2, servers, {}, staged=staleness > 0)
-    steps += [step(dispatcher, fleet, version) for version in (3, 4)]
+    contents_of(dispatcher, fleet, 3, 4)
     assert {name for name, *_ in fleet.asked[num_asked:]} == {"a"}
     assert dispatcher.counts()["source/lost_servers"] == 1
 
@@ -317,19 +315,18 @@ def test_what_no_other_server_could_mend_ends_the_run(start, schedule):
 def test_held_out_prompts_are_answered_beside_training(start):
     fleet = Fleet(registered={"a", "b"})
     dispatcher = start_published(start, fleet)
-    asked = prompts(5)
-    groups = answers(dispatcher, asked, Sampling(3, 4, seed=9))
+    groups = answers(dispatcher, ASKED, HELD_OUT)
     assert len(groups) == 5 * 3
     tokens = [one.token_ids[0] for one, _ in groups[3:6]]
     assert tokens == [tokens[0] + 7 * response for response in range(3)]
     assert dispatcher.score([(1, 2, 3), (4, 5)]) == [[2.0, 3.0], [5.0]]
     fleet.dead.add("a")
-    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)) == groups, "by the other"
+    assert answers(dispatcher, ASKED, HELD_OUT) == groups, "by the other"
     assert fleet.registered == {"b"}
     fleet.dead.add("b")
     with pytest.raises(NoServerError):
         dispatcher.score([(1, 2, 3)])
-    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)).kind == "starved"
+    assert answers(dispatcher, ASKED, HELD_OUT).kind == "starved"
 
 
 def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
