@@ -248,8 +248,8 @@ class ServerBackend:
                     self._besides.join(name, self._besides.scheduler.version)
         for each in self._jobs:
             each.dispatcher.turn()
-        for name in self._readiness.begin_switches():
-            self._thread.spawn(self._switch(name))
+        for name, server in self._readiness.begin_switches().items():
+            self._thread.spawn(self._switch(name, server))
         self._thread.changed()
 
     def _answered(self, requests: ServerRequests) -> Literal[True] | FleetEvent | None:
@@ -286,9 +286,9 @@ class ServerBackend:
         self._training.join(name, version)
         logger.info("server %s joined at weights version %d", name, version)
 
-    async def _switch(self, name: str) -> None:
-        """A server goes over to the weights that it has staged."""
-        server = self._readiness.servers[name]
+    async def _switch(self, name: str, server: Server) -> None:
+        """A server goes over to the weights that it has staged; it may be marked dead at any
+        moment, also before this has begun."""
         version = server.staged
         failure = None
         try:

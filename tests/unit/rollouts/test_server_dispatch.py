@@ -246,6 +246,25 @@ def test_a_server_that_is_lost_in_two_ways_is_one(start):
     assert dispatcher.counts()["source/lost_servers"] == 1
 
 
+def test_a_server_that_is_lost_as_it_begins_to_go_over_ends_no_run(start):
+    """Its task has been made, and has not begun."""
+    expected = run(start, Fleet(registered={"a"}), 4)
+    fleet = Fleet(registered={"a", "b"})
+    dispatcher = start_idle(start, fleet, RequestTimeouts(None))
+    assert dispatcher.wait() is True
+    first = contents([groups_of(dispatcher.take())])
+    servers = dispatcher.drained(1)
+    fleet.staged |= dict.fromkeys(servers, 1)
+
+    async def published_and_lost() -> None:
+        await ServerBackend.published.__wrapped__(dispatcher, 1, servers, {}, staged=True)
+        dispatcher._mark_dead("b", "it has left")
+
+    dispatcher._thread.call(published_and_lost())
+    assert first + contents_of(dispatcher, fleet, 2, 4) == expected
+    assert fleet.registered == {"a"}
+
+
 def test_a_run_that_goes_on_asks_for_nothing_twice(start):
     fleet = Fleet(registered={"a"})
     expected = run(start, Fleet(registered={"a"}), 5)
