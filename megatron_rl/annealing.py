@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -66,3 +67,12 @@ def temperatures(
     falling = 1 + start - (positions.double() / decay_tokens).exp()
     annealed = falling.clamp(min=end)
     return torch.where(positions < plain_tokens, 1.0, annealed).float()
+
+
+def policy_temperatures(
+    annealing: Annealing | None, lengths: Int[np.ndarray, " responses"]
+) -> Float[Tensor, " tokens"] | None:
+    """Of the tokens of responses of such lengths, for the policy; None: all have its own."""
+    if annealing is None or not annealing.in_policy:
+        return None
+    return annealing.of_lengths(torch.from_numpy(lengths))

@@ -13,9 +13,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import secrets
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -26,6 +31,11 @@ from megatron_rl.plugins import add_plugin_option, load_plugins
 
 if TYPE_CHECKING:
     from megatron_rl.engine.requests import MultimodalConfig
+    from megatron_rl.weight_sync.fleet.commands import HttpServer
+
+_HEALTH_S = 5.0
+_BEATS_A_LEASE = 6
+logger = logging.getLogger(__name__)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,19 +75,68 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"--port {options.port} --lease-s {options.lease_s:g}: a port is 0 (a free one) to"
                 " 65535, a lease above 0"
             )
-        # Deferred until the configuration is valid: importing torch takes seconds.
-        from megatron_rl.engine.serving.server import serve
-
-        serve(
-            config,
-            host=options.host,
-            port=options.port,
-            lease_s=options.lease_s,
-            environment=os.environ,
-            multimodal=multimodal(config),
-        )
+        serve(config, options)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+
+
+def serve(config: Config, options: argparse.Namespace) -> None:
+    """Runs a server and renews its registration until the server ends, this process is told to end,
+    or the trainer has removed the registration.
+
+    Raises:
+        ValueError: the server did not start, or it ended.
+    """
+    # Deferred until the configuration is valid: importing torch takes seconds.
+    from megatron_rl.engine.arguments import engine_arguments, served_settings
+    from megatron_rl.engine.requirements import require_vllm
+    from megatron_rl.engine.serving import server
+    from megatron_rl.runtime.registry import FOLDER, Lease, Registration, run_secret
+    from megatron_rl.weight_sync.fleet.commands import HttpServer
+
+    require_vllm()
+    arguments = engine_arguments(config.model.path, config.rollout, config.seed, multimodal(config))
+    folder = Path(config.run_dir) / FOLDER
+    secret = run_secret(folder)
+    host = options.host
+    port = options.port or server.free_port(host)
+    seen = HttpServer(f"http://{host}:{port}", _HEALTH_S, secret)
+    command = server.server_command(arguments, host, port)
+    process = server.start_server(command, os.environ, secret)
+    lease: Lease | None = None
+    try:
+        while not _is_healthy(seen):
+            _refuse_ended(process, "did not start")
+            time.sleep(1.0)
+        name = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
+        settings = served_settings(config.rollout)
+        lease = Lease(folder, Registration(name, seen.url, 0, options.lease_s, settings))
+        logger.info("server %s: %s waits for a trainer in %s", name, seen.url, config.run_dir)
+        while lease.is_held:
+            time.sleep(options.lease_s / _BEATS_A_LEASE)
+            _refuse_ended(process, "ended")
+            if _is_healthy(seen):
+                lease.renew()
+        logger.info("server %s: the trainer has removed it, so it ends", name)
+    finally:
+        if lease is not None:
+            lease.end()
+        server.end_server(process)
+
+
+def _is_healthy(server: HttpServer) -> bool:
+    try:
+        server.alive()
+    except ConnectionError:
+        return False
+    return True
+
+
+def _refuse_ended(process: subprocess.Popen[bytes], what: str) -> None:
+    if process.poll() is not None:
+        raise ValueError(
+            f"the vLLM server {what} (exit code {process.returncode}); its own output says why"
+        )
 
 
 def multimodal(config: Config) -> MultimodalConfig | None:

@@ -9,7 +9,7 @@ from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.loss import Method
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchSampler
 from megatron_rl.rollouts.demonstrations import Demonstrations
-from megatron_rl.rollouts.hooks.resampling import Resampling
+from megatron_rl.rollouts.hooks.resampling import NO_RESAMPLING, Resampling
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.prompts import PromptStream
@@ -28,7 +28,7 @@ def training_job(
     rules: StepRules | None = None,
     prompts_per_step: int = 0,
     method: Method | None = None,
-    hooks: Resampling | None = None,
+    hooks: Resampling = NO_RESAMPLING,
     demonstrations: Demonstrations | None = None,
     max_excluded_share: float = 1.0,
     **plan: Any,

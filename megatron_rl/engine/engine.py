@@ -29,7 +29,7 @@ from megatron_rl.engine.side_effects import (
 )
 from megatron_rl.engine.streams import EngineStream
 from megatron_rl.engine.weights import lazy_loading
-from megatron_rl.engine.weights.stream import CheckedStream, expected_tensors
+from megatron_rl.engine.weights.stream import checked_stream, expected_tensors
 from megatron_rl.protocols import ENGINE_PARTS, NOTHING, Transfer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import lift_time_limits
@@ -157,13 +157,9 @@ class VllmEngine:
         sampling: Sampling,
         so_far: Mapping[int, Sequence[int]] = NOTHING,
     ) -> list[int]:
-        """Begins some of the responses to a prompt, by their numbers, or continues them after
-        the tokens ``so_far``; returns a request id for each.
-
-        With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone;
-        without one, on the calls before. That holds on one kind of machine: on GPUs vLLM samples
-        with other kernels and another generator than on a CPU, so the same seed gives other tokens
-        there.
+        """See ``protocols.Generator``, as are the next four. Without a seed a response depends on
+        the calls before. On GPUs vLLM samples with other kernels and another generator than on a
+        CPU, so the same seed gives other tokens there.
 
         Raises:
             ValueError: the prompt or the requested response is longer than the engine was built
@@ -183,27 +179,20 @@ class VllmEngine:
             return self._tracker.begin(llm, prompt, seeded, there)
 
     def poll(self) -> list[tuple[int, Completion]]:
-        """Works for a moment; request ids and completions of the responses that ended in it. With
-        nothing to do it returns at once. After an exception nothing is open any more.
-
-        Raises:
-            RuntimeError: vLLM read another prompt than it was given.
-        """
+        """With nothing to do it returns at once. After an exception nothing is open any more:
+        RuntimeError where vLLM read another prompt than it was given."""
         with self._working() as llm:
             return self._tracker.stepped(llm, self.weight_version)
 
     def abort(self, request_ids: Sequence[int]) -> int:
-        """Ends responses without an answer; returns the tokens that are thrown away."""
         with self._working() as llm:
             return self._tracker.drop(llm, request_ids)
 
     def pause(self, request_ids: Sequence[int]) -> list[Completion]:
-        """Ends responses that are open; returns what each has got since ``submit``."""
         with self._working() as llm:
             return self._tracker.pause(llm, request_ids, self.weight_version)
 
     def running_lengths(self) -> dict[int, int]:
-        """Number of tokens since ``submit`` of every response that has not ended, by request id."""
         return self._tracker.lengths(self._llm)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
@@ -223,11 +212,8 @@ class VllmEngine:
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[float]]:
-        """Logprobs of all tokens but the first of each sequence, see ``protocols.RolloutEngine``.
-
-        Raises:
-            ValueError: a sequence is longer than rollout.max_prompt_tokens.
-        """
+        """See ``protocols.RolloutEngine``. Raises ValueError where a sequence is longer than
+        rollout.max_prompt_tokens."""
         self._require_usable(ENGINE_PARTS)
         longest = max(map(len, sequences))
         if longest > self._config.max_prompt_tokens:
@@ -253,13 +239,8 @@ class VllmEngine:
         version: int,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        """Replaces all weights by whole tensors with HF names.
-
-        Every name of the checkpoint must come once, with its shape. A tensor must stay unchanged
-        until all tensors of its layer have arrived.
-
-        Args:
-            confirm: called when all have arrived, while the engine still refuses to generate.
+        """See ``protocols.WholeWeightSink``. Every name of the checkpoint must come once, with its
+        shape. A tensor must stay unchanged until all tensors of its layer have arrived.
 
         Raises:
             WeightSyncError: a tensor is not one of the checkpoint. At the first tensor the engine
@@ -267,7 +248,7 @@ class VllmEngine:
                 from then on.
         """
         self._require_usable(("weights",))
-        checked = iter(CheckedStream(weights, self._expected, getattr(torch, self._config.dtype)))
+        checked = checked_stream(weights, self._expected, getattr(torch, self._config.dtype))
         # Checked before the engine is marked unusable: a stream that is wrong from its start
         # leaves the old weights in place.
         first = next(checked)
@@ -292,12 +273,7 @@ class VllmEngine:
         return self._shards
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
-        """Collective. Replaces all weights by what ``transfer(parameter, written)`` writes.
-
-        It writes to the shards of ``weight_shards``, which was called before: ``parameter(key)`` is
-        the tensor to write to, ``written(key)`` says that its last shard is in place. Any exception
-        leaves the engine unusable.
-        """
+        """Collective: see ``protocols.WeightSink``. ``weight_shards`` was called before."""
         self._require_usable(("weights",))
         with self._updating(version) as llm:
             llm.collective_rpc("receive_shards", args=(transfer,))
@@ -332,10 +308,8 @@ class VllmEngine:
             raise RuntimeError("vLLM kept its prefix cache although no request is running")
 
     def sleep(self) -> None:
-        """Frees the device for training.
-
-        Level 1 moves the weights to the host, level 2 drops them; both drop the cache.
-        """
+        """Frees the device for training. Level 1 moves the weights to the host, level 2 drops them;
+        both drop the cache."""
         if self._can_sleep and self._asleep != set(ENGINE_PARTS):
             with self._working() as llm:
                 llm.sleep(level=self._config.sleep_level)
@@ -352,10 +326,8 @@ class VllmEngine:
             self._asleep -= set(asleep)
 
     def memory_bytes(self) -> int:
-        """Bytes in vLLM's own allocator that are awake.
-
-        0 without sleep mode, where torch's allocator holds everything.
-        """
+        """Bytes in vLLM's own allocator that are awake; 0 without sleep mode, where torch's
+        allocator holds everything."""
         if not self._can_sleep:
             return 0
         from vllm.device_allocator.cumem import CuMemAllocator

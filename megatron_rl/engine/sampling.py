@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 # The engine adds the sample index to the seed and keeps the sum in a signed 64-bit integer.
 SEED_BITS = 62
 ANNEALED = "megatron_rl_annealed"
+# A request for the logprobs of its prompt. vLLM must generate a token; it is thrown away.
+SCORING = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
 
 def eos_token_ids(model_path: Path) -> tuple[int, ...]:
-    """End tokens of a HF directory.
-
-    Those of generation_config.json where it names some, else those of config.json.
-    """
+    """End tokens of a HF directory: those of generation_config.json where it names some, else those
+    of config.json."""
     for name in ("generation_config.json", "config.json"):
         file = model_path / name
         if not file.is_file():
@@ -94,17 +94,8 @@ def annealed_request(annealing: Annealing | None, num_there: int) -> dict[str, A
 
 
 def scoring() -> SamplingParams:
-    """A request for the logprobs of its prompt.
-
-    vLLM must generate at least one token; it is thrown away.
-    """
+    """``SCORING`` for the engine in this process."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return SamplingParams(**SCORING, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -18,8 +18,7 @@ from megatron_rl.engine.serving.client import ServerClient
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.protocols import Reward, RolloutEngine, WeightSource, WeightSync
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines
-from megatron_rl.rollouts.backends.colocation import Colocation
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines, Colocation
 from megatron_rl.rollouts.backends.launch import LaunchBackend
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
@@ -53,9 +52,7 @@ class SourceParts:
 
     Attributes:
         weights: The policy's.
-        decode: Tokens to text.
         sampling: Of a training step, without its seed.
-        post: What follows when a step has its responses.
         save: Leaves a checkpoint of a finished step, unless there is one.
         demonstrations: Where the method trains on responses that prompts bring along.
     """
@@ -185,13 +182,10 @@ def _server_parts(parts: SourceParts, secret: str, in_flight: InFlight) -> Serve
         server = HttpServer(url, TransferOptions().timeout_s, secret)
         switch_weights(server, version, in_flight)
 
+    ends = eos_token_ids(Path(config.model.path))
+    multimodal = parts.multimodal()
     return ServerParts(
-        connect=partial(
-            ServerClient,
-            secret=secret,
-            eos_token_ids=eos_token_ids(Path(config.model.path)),
-            multimodal=parts.multimodal(),
-        ),
+        connect=lambda url: ServerClient(url, secret, ends, multimodal),
         switch=switch,
         # ``reward.step_timeout_s`` bounds one call: at most a step's responses.
         rewards=lambda wake: RewardThread(parts.reward, parts.decode, at_most=in_step, wake=wake),

@@ -43,6 +43,10 @@ class Ended(NamedTuple):
     truncated: bool
     spans: tuple[VersionSpan, ...]
 
+    @classmethod
+    def of(cls, worker: str, request: Request, whole: Completion) -> Ended:
+        return cls(worker, request, len(whole.token_ids), whole.truncated, whole.spans)
+
 
 class Unfinished(NamedTuple):
     """A response that has not ended. ``is_paused``: it does not continue in this step, and its
@@ -138,8 +142,8 @@ class StepSummary:
 
 
 class Dispatcher:
-    """Decides nothing itself: which response is sampled where is said by the scheduler, which
-    groups are trained by its end of a step, how by the job."""
+    """Decides nothing itself: the scheduler says which response is sampled where, its end of a step
+    which groups are trained, the job how."""
 
     def __init__(
         self,
@@ -173,8 +177,8 @@ class Dispatcher:
             num_new = event.length - self._job.store.length(event.request.place)
             if self.scheduler.finished(event.worker, event.request, num_new):
                 holder = self._backend.holder(event.worker, event.request.group)
-                facts = (event.length, event.truncated, event.spans)
-                self._answers[event.request.place] = Answer(holder, *facts, num_new)
+                answer = Answer(holder, event.length, event.truncated, event.spans, num_new)
+                self._answers[event.request.place] = answer
         elif isinstance(event, Scored):
             answer = self._answers.get(event.request.place)
             if answer is not None:  # else its group was dropped meanwhile
@@ -248,8 +252,8 @@ class Dispatcher:
         return Answer(holder, length, completion.truncated, completion.spans, num_new)
 
     def _forget(self, groups: set[int]) -> None:
-        for place in [place for place in self._answers if place[0] in groups]:
-            del self._answers[place]
+        answers = self._answers.items()
+        self._answers = {place: one for place, one in answers if place[0] not in groups}
 
     @property
     def is_ready(self) -> bool:
@@ -305,9 +309,9 @@ class Dispatcher:
             scores = [kept[group, response].score for response in range(size)]
             visit = self._job.stream.visit(group)
             refused[group] = (visit, [score for score in scores if score is not None])
-        gone = {*groups.groups, *groups.refused}
         used = sum(answer.num_new for answer in answers)
-        for group in groups.limits.keys() - gone:
+        stays = groups.open
+        for group in stays:
             for response in range(size):
                 there = kept.get((group, response))
                 used += groups.limits[group] if there is None else there.num_new
@@ -317,14 +321,14 @@ class Dispatcher:
                 place: one._replace(num_new=0, holder=self._backend.holder(None, place[0]))
                 for place, one in kept.items()
             }
-        self._forget(gone)
+        self._forget(groups.gone)
         return StepSummary(
             groups=groups,
             shown=shown,
             visits={group: self._job.stream.visit(group) for group in shown},
             answers=answers,
             refused=refused,
-            ended=frozenset(place for place in kept if place[0] in groups.limits.keys() - gone),
+            ended=frozenset(place for place in kept if place[0] in stays),
             discarded_tokens=0 if sampled_tokens is None else sampled_tokens - used,
         )
 
@@ -343,8 +347,9 @@ class Dispatcher:
         """The inverse, but for the scheduler; the store is restored already."""
         scores: dict[Place, Score] = {}
         for saved in state["scores"]:
-            values = {key: saved[key] for key in saved if key not in ("group", "response")}
-            scores[saved["group"], saved["response"]] = Score(**values)
+            values = dict(saved)
+            place = values.pop("group"), values.pop("response")
+            scores[place] = Score(**values)
         for place, completion, is_held in self._job.store.places():
             if is_held and place not in scores:
                 continue  # it has not ended

@@ -110,11 +110,11 @@ class LogprobCheck:
         self._is_first = False
         if not is_due:
             return None
+        rows = self._sequences
         pairs = [
-            (one.token_ids[: one.num_context], one.token_ids[one.num_context :])
-            for one in self._sequences
+            (row.token_ids[: row.num_context], row.token_ids[row.num_context :]) for row in rows
         ]
-        batch = sequence_batch(pairs, images=[one.images for one in self._sequences])
+        batch = sequence_batch(pairs, images=[row.images for row in rows])
         return self._score(batch).logprobs.cpu()
 
     def check(self, report: SyncReport, expected: Float[Tensor, " tokens"]) -> SyncReport:

@@ -1,4 +1,4 @@
-"""Rewards while others generate: a slow verifier keeps nobody from sampling."""
+"""Rewards while others generate: no engine waits for a slow verifier."""
 
 from __future__ import annotations
 
@@ -59,14 +59,13 @@ class RewardThread:
             size = len(self._waiting) if self._at_most is None else self._at_most
             self._call = self._thread.submit(self._score, self._waiting[:size])
             del self._waiting[:size]
-            if self._wake is not None:
-                wake = self._wake
+            if (wake := self._wake) is not None:
                 self._call.add_done_callback(lambda _: wake())
         return scores
 
     def forget(self) -> None:
-        """Nobody asks for what is not scored yet. A call that is at work ends by itself, and
-        another begins after it."""
+        """Drops what is not scored yet. A call that is at work ends by itself, and another begins
+        after it."""
         self._waiting = []
         self._call = None
 

@@ -48,14 +48,15 @@ class SampledStep(NamedTuple):
         size = job.rules.responses_per_group
         completions = []
         for number, answer in enumerate(summary.answers):
-            if answer.holder == rank:
-                # Answers are in canonical order: group after group, ``size`` of each.
-                group, response = divmod(number, size)
-                completion = job.store.get((summary.shown[group], response))
-                if answer.spans[0].version == DEMONSTRATED:
-                    completion = job.demonstration(prompts[group], response)
-                assert completion is not None, f"rank {rank} lacks the tokens of answer {number}"
-                completions.append(completion)
+            if answer.holder != rank:
+                continue
+            # Answers are in canonical order: group after group, ``size`` of each.
+            group, response = divmod(number, size)
+            completion = job.store.get((summary.shown[group], response))
+            if answer.spans[0].version == DEMONSTRATED:
+                completion = job.demonstration(prompts[group], response)
+            assert completion is not None, f"rank {rank} lacks the tokens of answer {number}"
+            completions.append(completion)
         refused = [
             ScoredGroup.of(job.stream.prompt(group, visit), scores)
             for group, (visit, scores) in summary.refused.items()
@@ -167,9 +168,9 @@ class Rollouts:
                 " entirely wrong (samples.jsonl has some of the last); use easier or harder"
                 " prompts, raise method.filters.dynamic_sampling.max_tries or switch it off (null)"
             )
-        plan = self.job.plan
+        sampling, resampling = self.job.plan.of_step(step), self.job.plan.hooks
         # Before hooks of scored rollouts and credit: a group is trained with all of its responses.
-        again = plan.ask_again(self, step, responses, clock, sampled.refused)
+        again = resampling.run(self.run, step, sampling, responses, clock, sampled.refused)
         share = self._excluded_share(step, again.responses, summary)
         judged = self.job.verdicts.judged(again.responses)
         if not len(judged):
@@ -178,9 +179,7 @@ class Rollouts:
                 " correct the verifier or its limits"
             )
         experience = self.post(step, judged, clock)
-        metrics = dict(summary.metrics)
-        if self.engines.has_versions:
-            metrics |= age_metrics(step, judged, self.world)
+        ages = age_metrics(step, judged, self.world) if self.engines.has_versions else {}
         looked_at = len(groups.groups) + num_refused
         num_sampled = again.responses.num_sampled_tokens
         experience = replace(
@@ -192,11 +191,10 @@ class Rollouts:
             excluded_tokens=num_sampled - judged.num_sampled_tokens,
             excluded_share=share,
             hook_metrics={**again.metrics, **experience.hook_metrics},
-            source_metrics=metrics,
-            annealing=plan.of_step(step).annealing,
+            source_metrics={**summary.metrics, **ages},
+            annealing=sampling.annealing,
         )
-        record = self.record
-        if record is not None:
+        if (record := self.record) is not None:
             self.world.from_main(lambda: record.write(step, experience, groups.groups))
         return experience
 
@@ -222,43 +220,41 @@ class Rollouts:
         return sampled.responses(self.world.rank, with_versions=self.engines.has_versions)
 
     def training(self) -> AbstractContextManager[None]:
-        """See protocols.RolloutSource."""
+        """See protocols.RolloutSource, as are the methods below."""
         return self.engines.training()
 
     def generation(self) -> AbstractContextManager[None]:
-        """See protocols.RolloutSource."""
         return self.engines.generation()
 
     def publish(self, version: int) -> SyncReport:
-        """See protocols.RolloutSource. Weights change in an update only: those that are checked
-        here are the ones that are saved and exported."""
+        """Weights change in an update only: those that are checked here are the ones that are saved
+        and exported."""
         self.policy.check_weights(version)
         return self.engines.publish(version)
 
     def state(self) -> dict[str, Any]:
-        """See protocols.RolloutSource: the position in the prompts, responses that are open, and
-        what sampling hooks remember."""
-        is_partial = self.job.rules.is_partial
-        return {"is_partial": is_partial, **self.engines.state(), **self.job.plan.state()}
+        """The position in the prompts, open responses, and what sampling hooks remember."""
+        state = {"is_partial": self.job.rules.is_partial, **self.engines.state()}
+        hooks = self.job.plan.hooks
+        return {**state, "hooks": hooks.state()} if hooks.hooks else state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See protocols.RolloutSource."""
-        most = self.job.rules.groups_in_flight
-        if state.get("is_partial") != self.job.rules.is_partial:
-            of_it = "without" if self.job.rules.is_partial else "with"
+        rules = self.job.rules
+        if state.get("is_partial") != rules.is_partial:
+            of_it = "without" if rules.is_partial else "with"
             raise ValueError(
                 f"resume: the checkpoint is of a run {of_it} source.partial; resume with the source"
                 " of that run, or start with resume=never in a new run_dir"
             )
-        if most is not None and len(state["scheduler"]["end"]["groups"]) > most:
+        most = rules.groups_in_flight
+        if most is not None and (begun := len(state["scheduler"]["end"]["groups"])) > most:
             raise ValueError(
-                f"resume: the checkpoint has {len(state['scheduler']['end']['groups'])} groups that"
-                f" are begun, source.partial.groups_in_flight is {most}; resume with as many as"
-                " before"
+                f"resume: the checkpoint has {begun} groups that are begun,"
+                f" source.partial.groups_in_flight is {most}; resume with as many as before"
             )
         self.job.stream.restore(state["prompts"])
         self.engines.restore(state)
-        self.job.plan.restore(state)
+        self.job.plan.hooks.restore(state.get("hooks", {}))
 
 
 def age_metrics(step: int, responses: Responses, world: World) -> dict[str, float]:
@@ -270,22 +266,15 @@ def age_metrics(step: int, responses: Responses, world: World) -> dict[str, floa
     ages = np.where(versions >= 0, step - 1 - versions, 0)
     # The largest version less the smallest of each response: above 0 where it has several.
     spread = response_maxima(versions, lengths) + response_maxima(-versions, lengths)
-    partials = np.stack(
-        [
-            response_sums(ages, lengths),
-            response_maxima(ages, lengths),
-            response_sums(ages > 0, lengths),
-            spread > 0,
-        ],
-        axis=1,
-    )
+    sums = (response_sums(ages, lengths), response_sums(ages > 0, lengths))
+    partials = np.column_stack([*sums, response_maxima(ages, lengths), spread > 0])
     table = of_all_rows(responses, partials, world)
     num_tokens = int(responses.lengths.sum())
     return {
         "source/staleness_mean": float(table[:, 0].sum() / num_tokens),
-        "source/staleness_max": float(table[:, 1].max()),
+        "source/staleness_max": float(table[:, 2].max()),
         "source/mixed_share": float(table[:, 3].sum() / len(responses)),
-        "source/old_tokens_share": float(table[:, 2].sum() / num_tokens),
+        "source/old_tokens_share": float(table[:, 1].sum() / num_tokens),
     }
 
 

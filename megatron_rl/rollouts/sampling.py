@@ -3,15 +3,11 @@ wherever and whenever it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron_rl.config.schema import Config
-from megatron_rl.hooks import ScoredGroup
-from megatron_rl.rollouts.hooks.resampling import Resampled, Resampling, Sampler
-from megatron_rl.rollouts.rows.experience import Responses
-from megatron_rl.rollouts.rows.metrics import Clock
+from megatron_rl.rollouts.hooks.resampling import NO_RESAMPLING, Resampling
 from megatron_rl.types import Prompt, Sampling
 
 
@@ -29,7 +25,7 @@ class SamplingPlan:
         seed: int | None = None,
         *,
         response_limit: Callable[[int], int] | None = None,
-        hooks: Resampling | None = None,
+        hooks: Resampling = NO_RESAMPLING,
         staleness: int = 0,
     ) -> None:
         """``plain``: that of a training step, without its seed; ``seed``: of the run, None where
@@ -38,15 +34,15 @@ class SamplingPlan:
         self._plain = plain
         self._seed = seed
         self._response_limit = response_limit
-        self._hooks = hooks
+        self.hooks = hooks
         self._staleness = staleness
         self._by_version: dict[int, Resampling] = {}
 
     def published(self, version: int) -> None:
         """Those weights exist; what hooks knew then is kept as long as they may be wanted."""
-        if self._hooks is None or version in self._by_version:
+        if version in self._by_version:
             return
-        self._by_version[version] = self._hooks.as_they_are()
+        self._by_version[version] = self.hooks.as_they_are()
         oldest = version - self._staleness
         for past in [one for one in self._by_version if one < oldest]:
             del self._by_version[past]
@@ -54,7 +50,8 @@ class SamplingPlan:
     def __call__(self, step: int, prompt: Prompt, version: int) -> Sampling:
         """``step``: counted from 1."""
         sampling = self.of_step(step)
-        if self._hooks is None:
+        # Besides training there are no hooks, and the plan is told of no weights.
+        if not self.hooks.hooks:
             return sampling
         return self._by_version[version].sampling_of(prompt, sampling)
 
@@ -68,29 +65,6 @@ class SamplingPlan:
         if self._response_limit is not None:
             plain = replace(plain, max_response_tokens=self._response_limit(step))
         return replace(plain, seed=sampling_seed(self._seed, step))
-
-    def ask_again(
-        self,
-        sampler: Sampler,
-        step: int,
-        responses: Responses,
-        clock: Clock,
-        refused: Sequence[ScoredGroup],
-    ) -> Resampled:
-        """Collective. What hooks make of the responses of a step, and of the groups that dynamic
-        sampling refused."""
-        if self._hooks is None:
-            return Resampled(responses)
-        return self._hooks.run(sampler, step, self.of_step(step), responses, clock, refused)
-
-    def state(self) -> dict[str, Any]:
-        """What hooks remember, for a checkpoint."""
-        return {} if self._hooks is None else {"hooks": self._hooks.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
-        if self._hooks is not None:
-            self._hooks.restore(state.get("hooks", {}))
 
 
 def sampling_seed(seed: int, step: int) -> int:

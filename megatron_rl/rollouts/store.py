@@ -37,7 +37,7 @@ class ResponseStore:
         return len(self.so_far(place))
 
     def add(self, place: Place, more: Completion) -> Completion:
-        """What a response has got since the start of the step; returns all of it."""
+        """``more``: what a response has got since the start of the step; returns all of it."""
         self._new[place] = joined(self._held.get(place), more)
         return self._new[place]
 
@@ -55,13 +55,12 @@ class ResponseStore:
     def unfinished(self, groups: StepGroups, ended: Container[Place]) -> Carried:
         """What the next step begins with of the groups that stay open: their new tokens up to the
         ``limits`` of the step; those that have ``ended`` within them are whole."""
-        gone = {*groups.groups, *groups.refused}
-        limits = {group: limit for group, limit in groups.limits.items() if group not in gone}
         found = []
+        stays = groups.open
         for place, completion in self._new.items():
-            if place[0] in limits:
+            if place[0] in stays:
                 if place not in ended:
-                    completion = cut(completion, self.length(place) + limits[place[0]])
+                    completion = cut(completion, self.length(place) + groups.limits[place[0]])
                 if completion.token_ids:
                     found.append((place, completion))
         return found

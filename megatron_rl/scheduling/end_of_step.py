@@ -89,6 +89,16 @@ class StepGroups:
     level: int | None = None
     first_steps: Sequence[int] = ()
 
+    @property
+    def gone(self) -> set[int]:
+        """Groups that no later step has."""
+        return {*self.groups, *self.refused}
+
+    @property
+    def open(self) -> set[int]:
+        """Groups that continue in the next step."""
+        return self.limits.keys() - self.gone
+
 
 class Admission(NamedTuple):
     """The order in which a step takes new prompts, for their names: one that comes twice among

@@ -17,7 +17,7 @@ dispatcher drives it::
     groups = scheduler.take()                           # of the next step
     scheduler.published(version)                        # after their update
 
-When a step has its groups is said by a strategy (``end_of_step.py``). Tokens, texts and verdicts on
+A strategy decides when a step has its groups (``end_of_step.py``). Tokens, texts and verdicts on
 single responses stay with the caller, under (group, response).
 
 Invariants, checked after random events by ``tests/unit/scheduling``:
@@ -97,14 +97,12 @@ class Scheduler:
 
     def dropped(self) -> set[int]:
         """Groups that no step needs any more, told once; their answers are to be forgotten."""
-        dropped = self._dropped
-        self._dropped = set()
+        dropped, self._dropped = self._dropped, set()
         return dropped
 
     def to_abort(self) -> list[Assignment]:
         """What is to be stopped now; each is told once, and its answer no longer counts."""
-        aborts = self._aborts
-        self._aborts = []
+        aborts, self._aborts = self._aborts, []
         return aborts
 
     def finished(self, worker: str, request: Request, num_tokens: int = 0) -> bool:
@@ -144,7 +142,7 @@ class Scheduler:
     def take(self) -> StepGroups:
         """The groups of the next step, which leave the scheduler."""
         taken = self.end.take()
-        self.queue.forget({*taken.groups, *taken.refused})
+        self.queue.forget(taken.gone)
         self._update()
         return taken
 

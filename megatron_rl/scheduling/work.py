@@ -149,10 +149,8 @@ class WorkQueue:
         assigned: list[Assignment] = []
         for version in sorted(self._waiting):
             heap = self._waiting[version]
-            fitting = {}
-            for name, worker in self.workers.items():
-                if self._fits(worker, version):
-                    fitting[name] = worker
+            workers = self.workers.items()
+            fitting = {name: worker for name, worker in workers if self._fits(worker, version)}
             if heap and fitting:
                 total = len(heap) + sum(len(worker.running) for worker in fitting.values())
                 assigned += self._hand_out(heap, fitting, math.ceil(total / len(fitting)))
@@ -161,19 +159,14 @@ class WorkQueue:
         return assigned
 
     def _fits(self, worker: Worker, version: int) -> bool:
-        if self._exact:
-            return worker.version == version
-        return worker.version >= version
+        return worker.version == version or (worker.version > version and not self._exact)
 
     def _hand_out(
         self, heap: list[Request], fitting: dict[str, Worker], equal_part: int
     ) -> list[Assignment]:
         # Least load first, of equal loads by name. Each free worker has one entry. It may be
         # out of date by the siblings that followed a request, and is corrected when it comes up.
-        by_load = []
-        for name, worker in fitting.items():
-            if worker.is_free:
-                by_load.append((len(worker.running), name))
+        by_load = [(len(one.running), name) for name, one in fitting.items() if one.is_free]
         heapq.heapify(by_load)
         assigned = []
         while heap and by_load:
@@ -222,11 +215,8 @@ class WorkQueue:
             kept = [request for request in heap if request.group not in groups]
             heapq.heapify(kept)  # what is left of a heap is none
             self._waiting[version] = kept
-        running = [
-            Assignment(name, request)
-            for request, name in self._place.items()
-            if request.group in groups
-        ]
+        places = self._place.items()
+        running = [Assignment(name, one) for one, name in places if one.group in groups]
         for name, request in running:
             self.finish(name, request)
         self.forget(groups)

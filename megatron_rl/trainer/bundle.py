@@ -21,13 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_rl.annealing import policy_temperatures
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import response_tokens, sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, TokenScores, UpdateResult
-from megatron_rl.rollouts.rows.annealed import policy_temperatures
 from megatron_rl.rollouts.rows.exchange import gathered_on_main
 from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.runtime import random_state

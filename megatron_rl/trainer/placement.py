@@ -21,11 +21,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from megatron_rl.annealing import policy_temperatures
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.passes import LocalBatch
 from megatron_rl.protocols import BatchSharding
-from megatron_rl.rollouts.rows.annealed import policy_temperatures
 from megatron_rl.rollouts.rows.exchange import exchange_rows
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.rollouts.rows.ownership import Route, owning_ranks

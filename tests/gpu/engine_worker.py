@@ -18,7 +18,7 @@ from policy_worker import BATCH, MICROBATCHES, build, loss, write_model
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.rollouts.backends.colocation import Colocation
+from megatron_rl.rollouts.backends.colocated import Colocation
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.types import Prompt, Sampling

@@ -30,7 +30,7 @@ from gpu_model import (
     write_model,
 )
 
-from megatron_rl.rollouts.backends.colocation import Colocation
+from megatron_rl.rollouts.backends.colocated import Colocation
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.memory import Ledger, memory_in_use

@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 import aiohttp
 
 from megatron_rl.engine.requests import MultimodalConfig, check_expansion, served_request
-from megatron_rl.engine.sampling import annealed_request, request_seed, sampling_values
+from megatron_rl.engine.sampling import SCORING, annealed_request, request_seed, sampling_values
 from megatron_rl.runtime.plain_data import MalformedMessageError, decoded
 from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
 
-_GENERATE = "inference/v1/generate"
 _UNKNOWN_VERSION = -1
 _ENDS = ("stop", "length")
 _SHOWN = 500  # characters of a refusal
@@ -92,6 +91,7 @@ class ServerClient:
         prompt has images."""
         self._multimodal = multimodal
         self.url = url.rstrip("/")
+        self._endpoint = f"{self.url}/inference/v1/generate"
         self._eos_token_ids = eos_token_ids
         # No limit of connections or of time: the server queues requests, and a long response may
         # take an hour; who waits for a server that is gone cancels. No proxy from the environment.
@@ -116,7 +116,7 @@ class ServerClient:
         """
         what = f"prompt {prompt.uid}"
         body = self._request(prompt, sampling, response, ())
-        answer: _Generated = await self._post(_GENERATE, body, _Generated, what)
+        answer: _Generated = await self._post(body, _Generated, what)
         if prompt.images:
             check_expansion(prompt.token_ids, answer.prompt_token_ids or (), what)
         (choice,) = answer.choices
@@ -141,16 +141,15 @@ class ServerClient:
         body = {**self._request(prompt, sampling, response, so_far), "stream": True}
         token_ids: list[int] = []
         logprobs: list[float] = []
-        url = f"{self.url}/{_GENERATE}"
-        with _no_answer(url):
-            async with self._session.post(url, json=body) as answer:
+        with _no_answer(self._endpoint):
+            async with self._session.post(self._endpoint, json=body) as answer:
                 if answer.status != 200:
-                    self._refuse(answer.status, await answer.read(), url, what)
+                    self._refuse(answer.status, await answer.read(), what)
                 async for line in answer.content:
                     text = line.removeprefix(b"data: ").strip()
                     if not line.startswith(b"data: ") or text == b"[DONE]":
                         continue
-                    part: _Generated = decoded(text, _Generated, url)
+                    part: _Generated = decoded(text, _Generated, self._endpoint)
                     (choice,) = part.choices
                     token_ids += choice.token_ids or []
                     logprobs += [one.logprob for one in choice.logprobs.content]
@@ -181,19 +180,11 @@ class ServerClient:
         return {**asked, "sampling_params": values}
 
     async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
-        """Logprob at temperature 1 of every token but the first, which follows nothing.
-
-        Raises as ``generate`` does.
-        """
-        values = {
-            "temperature": 0.0,
-            "max_tokens": 1,
-            "prompt_logprobs": 0,
-            "detokenize": False,
-        }
+        """Logprob at temperature 1 of every token but the first, which follows nothing. Raises as
+        ``generate`` does."""
         asked = served_request(token_ids, images, self._multimodal, "score")
-        body = {**asked, "sampling_params": values}
-        answer: _ScoredPrompt = await self._post(_GENERATE, body, _ScoredPrompt, "score")
+        body = {**asked, "sampling_params": SCORING}
+        answer: _ScoredPrompt = await self._post(body, _ScoredPrompt, "score")
         by_token = answer.prompt_logprobs[1:]
         return [
             scores[str(token)].logprob
@@ -205,29 +196,28 @@ class ServerClient:
         """Ends its connections, and with them the requests under way."""
         await self._session.close()
 
-    async def _post(self, path: str, body: Mapping[str, Any], schema: Any, what: str) -> Any:
-        url = f"{self.url}/{path}"
-        with _no_answer(url):
+    async def _post(self, body: Mapping[str, Any], schema: Any, what: str) -> Any:
+        with _no_answer(self._endpoint):
             try:
-                status, text = await self._posted(url, body)
+                status, text = await self._posted(body)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
                 if self._session.closed:  # the answer of this server is not needed any more
                     raise
                 # The server may have closed a kept connection when the request was on its way.
-                status, text = await self._posted(url, body)
+                status, text = await self._posted(body)
             if status != 200:
-                self._refuse(status, text, url, what)
-            return decoded(text, schema, url)
+                self._refuse(status, text, what)
+            return decoded(text, schema, self._endpoint)
 
-    def _refuse(self, status: int, text: bytes, url: str, what: str) -> NoReturn:
+    def _refuse(self, status: int, text: bytes, what: str) -> NoReturn:
         shown = text.decode(errors="replace")[:_SHOWN]
         if status in (400, 422):
             raise ValueError(f"{what}: the server {self.url} refuses it: {shown}")
         kind = RequestFailedError if status >= 500 else ServerLostError
-        raise kind(f"{url}: answers {status}: {shown}")
+        raise kind(f"{self._endpoint}: answers {status}: {shown}")
 
-    async def _posted(self, url: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        async with self._session.post(url, json=body) as answer:
+    async def _posted(self, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        async with self._session.post(self._endpoint, json=body) as answer:
             return answer.status, await answer.read()
 
 

@@ -1,36 +1,23 @@
 """A stock vLLM server whose answers are those of the engine inside a trainer: its command line, and
-its process."""
+its process. ``megatron_rl.serve`` runs one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
 
-from megatron_rl.config.schema import Config, RolloutConfig
-from megatron_rl.engine.arguments import engine_arguments, served_settings
-from megatron_rl.engine.requests import MultimodalConfig
-from megatron_rl.engine.requirements import require_vllm
 from megatron_rl.runtime.guard.parent import FOR_CHILDREN, die_with_parent
-from megatron_rl.runtime.registry import FOLDER, Lease, Registration, run_secret
 
 _ENDS_WITHIN_S = 10.0
-_HEALTH_S = 5.0
-_BEATS_A_LEASE = 6
-logger = logging.getLogger(__name__)
 # Of ``engine_arguments``, what only an engine inside another program has: how its ranks find each
 # other, how weights get into it, what it shows.
 _OF_THE_LIBRARY = {
@@ -43,21 +30,12 @@ _OF_THE_LIBRARY = {
 }
 
 
-def server_command(
-    model_path: str,
-    config: RolloutConfig,
-    multimodal: MultimodalConfig | None = None,
-    *,
-    seed: int,
-    host: str,
-    port: int,
-) -> list[str]:
-    """The command that starts vLLM's own server with the settings of ``rollout``.
+def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[str]:
+    """The command that starts vLLM's own server with the ``engine_arguments`` of a run.
 
     It answers token ids with token ids, takes weights from a trainer, and needs the secret of the
     run with every request.
     """
-    arguments = engine_arguments(model_path, config, seed, multimodal)
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--host", host, "--port", str(port)]
     for name, value in arguments.items():
@@ -85,10 +63,7 @@ def start_server(
     command: list[str], environment: Mapping[str, str], secret: str
 ) -> subprocess.Popen[bytes]:
     """The process of the server; it is killed when this one ends, however that ends.
-
-    Args:
-        environment: of this process.
-    """
+    ``environment``: of this process."""
     own = {
         "VLLM_API_KEY": secret,
         "VLLM_SERVER_DEV_MODE": "1",  # the commands to pause and to take weights
@@ -125,66 +100,3 @@ def free_port(host: str) -> int:
         except OSError as error:
             raise ValueError(f"--host {host}: no address of this machine ({error})") from error
         return int(probe.getsockname()[1])
-
-
-def serve(
-    config: Config,
-    *,
-    host: str,
-    port: int,
-    lease_s: float,
-    environment: Mapping[str, str],
-    multimodal: MultimodalConfig | None = None,
-) -> None:
-    """Runs a server and renews its registration until the server ends, this process is told to end,
-    or the trainer has removed the registration. ``port``: 0 for a free one. ``lease_s``: how long
-    it may be silent. ``multimodal``: None where no prompt has images.
-
-    Raises:
-        ValueError: the server did not start, or it ended.
-    """
-    require_vllm()
-    folder = Path(config.run_dir) / FOLDER
-    secret = run_secret(folder)
-    port = port or free_port(host)
-    url = f"http://{host}:{port}"
-    command = server_command(
-        config.model.path, config.rollout, multimodal, seed=config.seed, host=host, port=port
-    )
-    process = start_server(command, environment, secret)
-    lease: Lease | None = None
-    try:
-        while not is_well(url, secret):
-            _refuse_ended(process, "did not start")
-            time.sleep(1.0)
-        name = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
-        settings = served_settings(config.rollout)
-        lease = Lease(folder, Registration(name, url, 0, lease_s, settings))
-        logger.info("server %s: %s waits for a trainer in %s", name, url, config.run_dir)
-        while lease.is_held:
-            time.sleep(lease_s / _BEATS_A_LEASE)
-            _refuse_ended(process, "ended")
-            if is_well(url, secret):
-                lease.renew()
-        logger.info("server %s: the trainer has removed it, so it ends", name)
-    finally:
-        if lease is not None:
-            lease.end()
-        end_server(process)
-
-
-def is_well(url: str, secret: str) -> bool:
-    """Whether a server answers, and its engine lives."""
-    request = Request(f"{url}/health", headers={"Authorization": f"Bearer {secret}"})
-    try:
-        with build_opener(ProxyHandler({})).open(request, timeout=_HEALTH_S):
-            return True
-    except OSError:
-        return False
-
-
-def _refuse_ended(process: subprocess.Popen[bytes], what: str) -> None:
-    if process.poll() is not None:
-        raise ValueError(
-            f"the vLLM server {what} (exit code {process.returncode}); its own output says why"
-        )

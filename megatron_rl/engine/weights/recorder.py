@@ -34,8 +34,8 @@ def record_shards(
     """The shards of the tensors ``shapes`` that ``load`` copies into ``parameters``, in the order
     of the copies. Nothing is copied.
 
-    ``load`` gets tensors of ``dtype`` on the meta device. Raises UndiscoveredError naming the
-    tensor whose way cannot be followed.
+    ``load`` gets tensors of ``dtype`` on the meta device. Raises UndiscoveredError, which names the
+    tensor that cannot be followed.
     """
     recorder = _Recorder(parameters)
 
@@ -136,18 +136,13 @@ class _Recorder(TorchDispatchMode):
 def _sliced_axes(source: Tensor, whole: Tensor) -> dict[int, int] | None:
     """Axis of ``whole`` -> size of ``source`` along it, for the axes of ``source`` longer than 1,
     in their order; an axis is known by its stride. None where one is no axis of ``whole``."""
-    axis_of: dict[int, int] = {}
-    for axis, (size, step) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
-        if size > 1:
-            # The whole tensor is contiguous: two axes longer than 1 have different steps.
-            axis_of[step] = axis
-    axes = {}
-    for size, step in zip(source.shape, source.stride(), strict=True):
-        if size > 1:
-            if step not in axis_of:
-                return None
-            axes[axis_of[step]] = size
-    return axes
+    # The whole tensor is contiguous: two axes longer than 1 have different steps.
+    sizes = enumerate(zip(whole.shape, whole.stride(), strict=True))
+    axis_of = {step: axis for axis, (size, step) in sizes if size > 1}
+    longer = [(size, step) for size, step in zip(source.shape, source.stride()) if size > 1]
+    if any(step not in axis_of for _, step in longer):
+        return None
+    return {axis_of[step]: size for size, step in longer}
 
 
 def _storage(tensor: Tensor) -> int:

@@ -44,59 +44,40 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-class CheckedStream:
-    """Passes (name, tensor) on after comparing it with what is expected.
-
-    A tensor has the engine's dtype, or float32, which the loader rounds once.
+def checked_stream(
+    weights: Iterator[tuple[str, Tensor]],
+    expected: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """Passes (name, tensor) on after comparing it with what is expected. A tensor has the engine's
+    ``dtype``, or float32, which the loader rounds once.
 
     Raises, while it is read:
         WeightSyncError: unknown, repeated or (at the end) missing name, other shape, other dtype.
     """
-
-    def __init__(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        expected: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype,
-    ) -> None:
-        self._weights = weights
-        self._expected = expected
-        self._dtypes = {dtype, torch.float32}
-        self._seen: set[str] = set()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._weights:
-            self._check(name, tensor)
-            self._seen.add(name)
+    dtypes = {dtype, torch.float32}
+    left = dict.fromkeys(sorted(expected))
+    for name, tensor in weights:
+        shape = expected.get(name)
+        if shape is None:
+            problem = f"but the model has no such tensor; still missing: {shown(list(left))}"
+        elif name not in left:
+            problem = "twice"
+        elif tuple(tensor.shape) != shape:
+            problem = f"with shape {list(tensor.shape)}, the model has {list(shape)}"
+        elif tensor.dtype not in dtypes:
+            allowed = " or ".join(sorted(map(str, dtypes)))
+            problem = f"as {tensor.dtype}, the engine takes {allowed}"
+        else:
+            del left[name]
             yield name, tensor
-        missing = self._left()
-        if missing:
-            raise WeightSyncError(
-                f"weight sync: {len(missing)} of {len(self._expected)} tensors were not sent:"
-                f" {shown(missing)}"
-            )
-
-    def _check(self, name: str, tensor: Tensor) -> None:
-        if name not in self._expected:
-            raise WeightSyncError(
-                f"weight sync: {name} was sent but the model has no such tensor; still missing:"
-                f" {shown(self._left())}"
-            )
-        if name in self._seen:
-            raise WeightSyncError(f"weight sync: {name} was sent twice")
-        if tuple(tensor.shape) != self._expected[name]:
-            raise WeightSyncError(
-                f"weight sync: {name} was sent with shape {list(tensor.shape)}, the model has"
-                f" {list(self._expected[name])}"
-            )
-        if tensor.dtype not in self._dtypes:
-            allowed = " or ".join(sorted(str(dtype) for dtype in self._dtypes))
-            raise WeightSyncError(
-                f"weight sync: {name} was sent as {tensor.dtype}, the engine takes {allowed}"
-            )
-
-    def _left(self) -> list[str]:
-        return sorted(self._expected.keys() - self._seen)
+            continue
+        raise WeightSyncError(f"weight sync: {name} was sent {problem}")
+    if left:
+        raise WeightSyncError(
+            f"weight sync: {len(left)} of {len(expected)} tensors were not sent:"
+            f" {shown(list(left))}"
+        )
 
 
 def shown(names: list[str]) -> str:

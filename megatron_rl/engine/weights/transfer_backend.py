@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -146,11 +147,8 @@ class ShardTransferEngine(WeightTransferEngine):
         """Joins the trainer's group and makes the plan with it. Disconnects a previous trainer."""
         self.shutdown()
         parallel = self.parallel_config
-        self.rank = (
-            init_info.first_rank
-            + parallel.data_parallel_index * parallel.world_size
-            + parallel.rank
-        )
+        of_replica = parallel.data_parallel_index * parallel.world_size
+        self.rank = init_info.first_rank + of_replica + parallel.rank
         timeout_s = init_info.options.timeout_s
         store = connect_store(init_info.address, init_info.port, timeout_s)
         secret = envs.VLLM_API_KEY or ""
@@ -206,7 +204,9 @@ class ShardTransferEngine(WeightTransferEngine):
         return ""
 
     def start_weight_update(self) -> None:
-        """Nothing: an update begins, and ends, in ``receive_weights``."""
+        """Nothing, nor does ``finish_weight_update``: an update is ``receive_weights``."""
+
+    finish_weight_update = start_weight_update
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Takes part in one sync, or puts in place what came with an earlier one."""
@@ -219,9 +219,8 @@ class ShardTransferEngine(WeightTransferEngine):
         if update_info.kind == "switch":
             self._switch(update_info.version)
         elif update_info.kind == "stage":
-            self.staging = threading.Thread(
-                target=self._stage, args=(update_info,), name="staging of weights", daemon=True
-            )
+            stage = partial(self._stage, update_info)
+            self.staging = threading.Thread(target=stage, name="staging of weights", daemon=True)
             self.staging.start()
         else:
             self._take_part(update_info)
@@ -264,9 +263,6 @@ class ShardTransferEngine(WeightTransferEngine):
             self.sink.switch(version)
         except Exception as error:  # noqa: BLE001 (raised when the model is to run)
             logger.error("weight transfer: %s", error)
-
-    def finish_weight_update(self) -> None:
-        """Nothing, see ``start_weight_update``."""
 
     def shutdown(self) -> None:
         """Leaves the trainer's group."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,12 +97,10 @@ class WeightReceiver:
     model_runner: Any  # of the worker class
     vllm_config: Any
 
+    @cached_property  # vLLM's worker calls no constructor of a class that is mixed into it
     def shard_receiver(self) -> ShardReceiver:
         """The one of this worker."""
-        # Made here, since vLLM's worker calls no constructor of a class that is mixed into it.
-        if not hasattr(self, "_shard_receiver"):
-            self._shard_receiver = ShardReceiver(self.model_runner.model, self.vllm_config)
-        return self._shard_receiver
+        return ShardReceiver(self.model_runner.model, self.vllm_config)
 
     def make_stage_buffers(self) -> None:
         """What a later pipeline stage receives into. vLLM makes it in the trial forward of its
@@ -116,23 +115,23 @@ class WeightReceiver:
 
     def discover_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """See ``ShardReceiver.discover``."""
-        return self.shard_receiver().discover(shapes)
+        return self.shard_receiver.discover(shapes)
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Why a sync would not fill an engine that was built without weights; "" where it would."""
         try:
-            names = self.shard_receiver().unreached(shapes)
+            names = self.shard_receiver.unreached(shapes)
         except UndiscoveredError as error:
             return str(error)
         return f"no tensor of the checkpoint is loaded into {shown(names)}" if names else ""
 
     def load_files(self) -> None:
         """Reads all weights from the files of the model."""
-        self.receive_weights(self.shard_receiver().stored())
+        self.receive_weights(self.shard_receiver.stored())
 
     def receive_shards(self, transfer: Transfer) -> None:
         """See ``ShardReceiver.receive``."""
-        self.shard_receiver().receive(transfer)
+        self.shard_receiver.receive(transfer)
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights by HF-named whole tensors; the worker keeps its own shard.
@@ -260,12 +259,7 @@ class OpenLayers:
     complete."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        keys: Iterable[str],
-        padded: set[str],
-        *,
-        at_end: bool,
+        self, model: nn.Module, keys: Iterable[str], padded: set[str], *, at_end: bool
     ) -> None:
         """``keys``: all parameters that will be written; those in ``padded`` only in part, their
         other elements are to be 0. ``at_end``: layers are processed by ``close``, in the order of
@@ -306,9 +300,7 @@ class OpenLayers:
 
     def close(self) -> None:
         """Every parameter was written to the end; with ``at_end`` the layers are processed now."""
-        left = []
-        for path, names in self.left.items():
-            left += [f"{path}.{name}" for name in names]
+        left = [f"{path}.{name}" for path, names in self.left.items() for name in names]
         assert not left, f"never completed: {sorted(left)[:5]}"
         if self.at_end:
             for path, _ in list(self.model.named_modules()):

@@ -18,7 +18,7 @@ class PromptFailureError(RuntimeError):
 @dataclass
 class RequestFailures:
     """A server that fails at one request may do others: the request goes to another one. A server
-    that fails twice without an answer between is given up.
+    that fails twice without an answer between is marked dead.
 
     Where ``MOST_SERVERS``, one after the other, have failed at one request or broke off while they
     had it, the run ends: a prompt that ends every server it is sent to would end them all, again
@@ -34,7 +34,7 @@ class RequestFailures:
         self._at_request.pop(asked, None)
 
     def failed(self, server: str, asked: Asked, why: str) -> bool:
-        """A server that goes on has failed at a request; whether it is to be given up."""
+        """A server that still runs has failed at a request; whether it is to be marked dead."""
         self._of_server[server] += 1
         self.broke_off(server, [asked], why)
         return self._of_server[server] > 1

@@ -1,20 +1,6 @@
 """Generation in the training processes: every rank drives its part of an engine, rank 0 hands out
-the work.
-
-Who agrees with whom, and how:
-
-- Rank 0 alone has the dispatcher. It hears of ended responses and of rewards, and answers with
-  tasks, through the store of the launch (``runtime/store_queue.py``): no replica waits for another
-  one before the end.
-- The ranks of one replica must make the same calls of the engine in the same order. In each turn
-  the first of them reads its tasks and broadcasts them to the others; then all begin and stop the
-  same responses and work the same number of steps. Each scores its share of what has ended.
-- Prompts are not sent: group n is the n-th prompt on every rank.
-- When rank 0 says that the step has its groups, every replica stops what still runs, and one
-  collective gives all ranks the same ``StepSummary``.
-
-None of this changes what is sampled or trained: see ``scheduling/end_of_step.py``.
-"""
+the work. ``scheduling/README.md`` says who agrees with whom, and how; each rank of a replica scores
+its share of what has ended."""
 
 from __future__ import annotations
 
@@ -93,31 +79,26 @@ class Replica:
         if task.level is not None:
             self._level = task.level
         stop = set(task.stop)
-        stopped = [
-            number
-            for number, wanted in self._running.items()
-            if task.is_end or wanted.request in stop
-        ]
+        running = self._running.items()
+        stopped = [number for number, one in running if task.is_end or one.request in stop]
         self.num_tokens += self._engine.abort(stopped)
         for number in stopped:
             del self._running[number]
         by_group: dict[int, list[GenerationRequest]] = defaultdict(list)
         for wanted in task.begin:
             by_group[wanted.request.group].append(wanted)
-        for group, of_group in by_group.items():
-            self._submit(group, of_group)
+        for of_group in by_group.values():
+            self._submit(of_group)
 
-    def _submit(self, group: int, of_group: Sequence[GenerationRequest]) -> None:
+    def _submit(self, of_group: Sequence[GenerationRequest]) -> None:
         first = of_group[0]
-        prompt = self._job.stream.prompt(group, first.visit)
+        prompt = self._job.stream.prompt(first.request.group, first.visit)
         sampling = self._job.plan(first.step, prompt, first.request.version)
-        so_far = {}
-        for wanted in of_group:
-            there = self._job.store.so_far(wanted.request.place)
-            if there:
-                so_far[wanted.request.response] = there
-        responses = [wanted.request.response for wanted in of_group]
-        numbers = self._engine.submit(prompt, responses, sampling, so_far)
+        tokens = {
+            one.request.response: self._job.store.so_far(one.request.place) for one in of_group
+        }
+        so_far = {response: there for response, there in tokens.items() if there}
+        numbers = self._engine.submit(prompt, list(tokens), sampling, so_far)
         self._running.update(zip(numbers, of_group, strict=True))
 
     def work(self) -> list[Event]:
@@ -134,9 +115,7 @@ class Replica:
             self._num_ended += 1
             self.num_tokens += len(new.token_ids)
             if self._number == 0:
-                length = len(completion.token_ids)
-                facts = (length, completion.truncated, completion.spans)
-                events.append(Ended(worker, request, *facts))
+                events.append(Ended.of(worker, request, completion))
         paused = self._pause()
         if self._number == 0:
             events += [Unfinished(worker, request, is_paused=True) for request in paused]
@@ -154,11 +133,8 @@ class Replica:
         if self._level is None:
             return []
         lengths = self._engine.running_lengths()
-        numbers = [
-            number
-            for number, wanted in self._running.items()
-            if wanted.begin + lengths[number] >= self._level
-        ]
+        running = self._running.items()
+        numbers = [number for number, one in running if one.begin + lengths[number] >= self._level]
         if not numbers:
             return []
         requests = [self._running.pop(number).request for number in numbers]
@@ -234,8 +210,7 @@ class LaunchBackend:
     ) -> StepSummary:
         """Collective: until the next step of ``dispatcher`` (on rank 0) has its groups. The clock
         counts as ``reward`` the time in which all is sampled and scores are waited for, which rank
-        0 knows, and as ``rollout`` the rest. ``what`` names this generation where its progress is
-        shown."""
+        0 knows, and as ``rollout`` the rest. ``what``: for the display."""
         world = self._world
         number = world.rank - self.leader
         replica = Replica(self._engine, self._rewards, job, (number, self._ranks_per_replica))

@@ -90,10 +90,10 @@ class FleetReadiness:
             if one.staged >= 0 and (name not in workers or workers[name].version < one.staged)
         }
 
-    def begin_switches(self) -> list[str]:
+    def begin_switches(self) -> dict[str, Server]:
         """The servers that are to go over now, each when it has done what is wanted of the old
         weights; the caller has them do it."""
-        names = []
+        begun = {}
         for name, server in self._to_switch().items():
             worker = self._scheduler.queue.workers.get(name)
             if server.is_switching or (worker is not None and worker.is_held):
@@ -104,8 +104,8 @@ class FleetReadiness:
                 if self._scheduler.rules.lockstep:  # else what runs continues with the new ones
                     self._scheduler.queue.recall(name)  # it is idle: nothing waits again
             server.is_switching = True
-            names.append(name)
-        return names
+            begun[name] = server
+        return begun
 
     def _will_have(self, version: int) -> bool:
         """Whether a server will go over to this version by itself."""
@@ -194,12 +194,10 @@ class FleetReadiness:
             return self.arrivals()
         workers = self._scheduler.queue.workers
         # Those that are held are going over to other weights at this moment.
-        loads = [
-            (len(workers[one].running), one) for one in self.at_work if not workers[one].is_held
-        ]
-        if not loads:
+        free = [one for one in self.at_work if not workers[one].is_held]
+        if not free:
             return None
-        _, name = min(loads)
+        name = min(free, key=lambda one: (len(workers[one].running), one))
         self._recall(name)
         logger.warning("server %s goes back to weights version %d", name, version)
         return FleetEvent("join", {name: self.at_work[name]}, version)

@@ -195,8 +195,7 @@ class ServerRequests:
         if is_paused:
             self._events.append(Unfinished(worker, request, is_paused=True))
         else:
-            facts = (len(whole.token_ids), whole.truncated, whole.spans)
-            self._events.append(Ended(worker, request, *facts))
+            self._events.append(Ended.of(worker, request, whole))
             fleet.rewards.give(request, prompt, whole)
         fleet.turn()
 

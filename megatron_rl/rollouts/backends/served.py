@@ -1,13 +1,10 @@
 """Engines on other devices: generation and training at the same time, on vLLM servers.
 
-Rank 0 asks the servers (``servers.py``), all ranks push weights (``weight_sync/fleet/fleet.py``).
-While the policy trains on the groups of a step, servers sample those of later ones with weights
-that are at most ``source.staleness`` updates old. Where that is above 0 new weights are staged
-next to those in use, while the servers sample, and each goes over to them by itself.
-
-Servers come and go. One that is lost is marked dead, and others answer what it was asked. One that
-comes gets the weights at the next publication, or at once where the trainer waits for it. Where
-none is left the trainer logs it, leaves a checkpoint where it can, and waits.
+Rank 0 asks the servers (``servers.py``), all ranks push weights (``weight_sync/fleet/fleet.py``);
+``scheduling/README.md`` says how. Servers come and go. One that is lost is marked dead, and others
+answer what it was asked. One that comes gets the weights at the next publication, or at once where
+the trainer waits for it. Where none is left the trainer logs it, leaves a checkpoint where it can,
+and waits.
 """
 
 from __future__ import annotations
@@ -128,8 +125,7 @@ class ServerEngines:
         """Policy and engines share no device: nothing is moved."""
         return nullcontext()
 
-    def generation(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    generation = training
 
     def publish(self, version: int) -> SyncReport:
         """In lockstep it waits until what is wanted of the old weights is sampled; of those before
@@ -178,8 +174,8 @@ class ServerEngines:
             if not isinstance(outcome, FleetEvent):
                 return outcome
             if outcome.kind == "join":
-                is_newest = outcome.version is None
-                self._push(outcome.servers, self._published if is_newest else outcome.version)
+                version = self._published if outcome.version is None else outcome.version
+                self._push(outcome.servers, version)
             else:
                 self._wait_for_servers(finished, outcome)
 
@@ -187,11 +183,10 @@ class ServerEngines:
         """No server is left. What is open in lockstep may want the weights of the version
         before, which no checkpoint has; then the last one stands."""
         if self.world.is_main:
-            without = "" if event.is_settled else _WITHOUT_CHECKPOINT
             logger.warning(
                 "no server is left: the run waits for one to register in run_dir/servers"
                 " (python -m megatron_rl.serve)%s",
-                without,
+                "" if event.is_settled else _WITHOUT_CHECKPOINT,
             )
         if finished > 0 and event.is_settled:
             self.save(finished)

@@ -77,11 +77,11 @@ class ServerBackend:
             self._turn,
         )
         self._clients = self._fleet.clients
-        scheduler = Scheduler(job.rules, version=-1)
-        if saved is not None:
-            scheduler = Scheduler.restored(job.rules, saved["scheduler"])
-        self._scheduler = scheduler
-        self._training = ServerRequests(job, scheduler, self._fleet)
+        if saved is None:
+            self._scheduler = Scheduler(job.rules, version=-1)
+        else:
+            self._scheduler = Scheduler.restored(job.rules, saved["scheduler"])
+        self._training = ServerRequests(job, self._scheduler, self._fleet)
         self._besides: ServerRequests | None = None  # answers to other prompts, while they are made
         self._readiness = FleetReadiness(self._training.dispatcher, self._recall)
         self._switches = ThreadPoolExecutor(_SWITCHES, "switches")
@@ -94,10 +94,8 @@ class ServerBackend:
 
     def wait(self, report: Callable[[Progress], None] | None = None) -> Literal[True] | FleetEvent:
         """Until the next step has its groups, a server wants to join, or none is left to work: the
-        last is reported once. ``report`` is given the progress of all steps that are begun.
-
-        Raises what the thread met: a request that every server would refuse, a reward that fails.
-        """
+        last is reported once. ``report`` is given the progress of all steps that are begun. Raises
+        what the thread met: a request that every server would refuse, a reward that fails."""
         event = self._thread.until(self._readiness.next_step)
         if report is None:
             return self._thread.call(event)
@@ -155,7 +153,7 @@ class ServerBackend:
         groups = summary.groups
         store = self._job.store
         store.begin_step(store.unfinished(groups, summary.ended))
-        store.forget([*groups.groups, *groups.refused])
+        store.forget(groups.gone)
         self._training.step_is_taken()
         self._job.stream.forget(groups.step, groups.end)
         metrics = {**open_metrics(groups, self._job), **self.counts()}
@@ -250,8 +248,8 @@ class ServerBackend:
                     self._besides.join(name, self._besides.scheduler.version)
         for each in self._jobs:
             each.dispatcher.turn()
-        for name in self._readiness.begin_switches():
-            self._thread.spawn(self._switch(name))
+        for name, server in self._readiness.begin_switches().items():
+            self._thread.spawn(self._switch(name, server))
         self._thread.changed()
 
     def _answered(self, requests: ServerRequests) -> Literal[True] | FleetEvent | None:
@@ -288,9 +286,9 @@ class ServerBackend:
         self._training.join(name, version)
         logger.info("server %s joined at weights version %d", name, version)
 
-    async def _switch(self, name: str) -> None:
-        """A server goes over to the weights that it has staged."""
-        server = self._readiness.servers[name]
+    async def _switch(self, name: str, server: Server) -> None:
+        """A server goes over to the weights that it has staged; it may be marked dead at any
+        moment, also before this has begun."""
         version = server.staged
         failure = None
         try:
@@ -338,13 +336,8 @@ class ServerBackend:
             return
         broken_off = [asked for each in self._jobs for asked in each.lost(name)]
         self._thread.spawn(client.close())
-        logger.warning(
-            "server %s marked dead: %s; %d requests go to the %d others",
-            name,
-            why,
-            len(broken_off),
-            len(self._clients),
-        )
+        message = "server %s marked dead: %s; %d requests go to the %d others"
+        logger.warning(message, name, why, len(broken_off), len(self._clients))
         if is_at_work:
             self._fleet.failures.broke_off(name, broken_off, why)
         self._turn()

@@ -62,6 +62,7 @@ class RequestTimeouts:
     def overdue(self) -> dict[str, str]:
         """Servers that have kept a request for too long, and why they count as lost."""
         now_s = self.clock()
+        # One median for each length, not for each request.
         lengths = {waiting.max_tokens for waiting in self._waiting.values()}
         limits_s = {max_tokens: self.limit_s(max_tokens) for max_tokens in lengths}
         late = {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -14,7 +14,7 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.hooks.base import ROLLOUT_HOOKS, Ask, SamplingHook, ScoredGroup
 from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
-from megatron_rl.rollouts.rows.experience import Responses
+from megatron_rl.rollouts.rows.experience import ROW_ARRAYS, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.types import Prompt, Sampling, Score
 
@@ -22,13 +22,8 @@ from megatron_rl.types import Prompt, Sampling, Score
 _MOST_ROUNDS = 64
 
 
-class Sampler(Protocol):
-    """What answers prompts in the middle of a step."""
-
-    def run(
-        self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
-    ) -> Responses:
-        """Collective; see ``rollouts.Rollouts``."""
+# Collective: answers prompts in the middle of a step, see ``Rollouts.run``.
+Responder = Callable[[Sequence[Prompt], Sampling, str, Clock], Responses]
 
 
 class Resampled(NamedTuple):
@@ -41,7 +36,7 @@ class Resampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Resampling:
-    """The sampling hooks of a run. ``prompts``: all that may be asked again."""
+    """The sampling hooks of a run, perhaps none. ``prompts``: all that may be asked again."""
 
     hooks: Mapping[str, SamplingHook]
     prompts: Sequence[Prompt]
@@ -59,7 +54,7 @@ class Resampling:
 
     def run(
         self,
-        sampler: Sampler,
+        respond: Responder,
         step: int,
         sampling: Sampling,
         responses: Responses,
@@ -67,13 +62,13 @@ class Resampling:
         refused: Sequence[ScoredGroup] = (),
     ) -> Resampled:
         """Collective. ``sampling``: of the step, without what hooks change for single prompts; what
-        is asked has the seeds after its own. ``refused``: by dynamic sampling.
+        is asked has the seeds after its own. ``refused``: by dynamic sampling. Without a hook
+        nothing changes.
 
         Raises:
             ValueError: a hook dropped every group, or asked without end.
         """
         metrics: dict[str, float] = {}
-        assert sampling.seed is not None
         dropped_tokens = 0
         num_asked = 0
         for name, hook in self.hooks.items():
@@ -83,11 +78,12 @@ class Resampling:
                 metrics |= {f"hook/{name}/{key}": value for key, value in wanted.metrics.items()}
                 num_groups = responses.num_groups
                 if wanted.asks:
+                    assert sampling.seed is not None, "a step of a run has one"
                     num_asked += 1
                     seed = (sampling.seed + num_asked) % 2**32
                     single = replace(sampling, num_responses=1, seed=seed)
                     singles, groups = _singles(wanted.asks, num_groups)
-                    more = sampler.run(singles, single, "asking again", clock)
+                    more = respond(singles, single, "asking again", clock)
                     prompts = [ask.prompt for ask in wanted.asks for _ in range(ask.num_responses)]
                     responses = merged(responses, replace(more, prompts=prompts), groups)
                 keep = np.ones(responses.num_groups, dtype=bool)
@@ -114,14 +110,17 @@ class Resampling:
                 hook.restore(state[name], self.prompts)
 
 
-def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Resampling | None:
-    """``chosen``: the hooks of a run; None where none of them asks the engine."""
+NO_RESAMPLING = Resampling({}, ())
+
+
+def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Resampling:
+    """Of the hooks of a run, ``chosen``, those that ask the engine."""
     hooks = {
         name: ROLLOUT_HOOKS[name].make(**piece.knobs)
         for name, piece in chosen.items()
         if ROLLOUT_HOOKS[name].resamples
     }
-    return Resampling(hooks, prompts) if hooks else None
+    return Resampling(hooks, prompts)
 
 
 def _singles(
@@ -163,27 +162,22 @@ def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) 
     Example: groups 0 0 1 1 and two rows more for 0 and 2 are the groups 0 0 0 1 1 2.
     """
 
-    def both(name: str) -> np.ndarray:
-        return np.concatenate([getattr(first, name), getattr(more, name)])
-
-    columns = {
-        name: np.concatenate([values, more.tokens.columns[name]])
-        for name, values in first.tokens.columns.items()
-    }
+    there, come = first.tokens, more.tokens
+    tokens = TokenRows(
+        # The rows of ``more`` come after those of ``first`` until both are sorted by group.
+        np.concatenate([there.rows, come.rows + len(first)]),
+        np.concatenate([there.lengths, come.lengths]),
+        {name: np.concatenate([there.columns[name], come.columns[name]]) for name in there.columns},
+    )
+    joining = replace(more, group_ids=groups)
     together = Responses(
         prompts=[*first.prompts, *more.prompts],
-        group_ids=np.concatenate([first.group_ids, groups]),
-        lengths=both("lengths"),
-        truncated=both("truncated"),
-        weight_versions=both("weight_versions"),
         scores=[*first.scores, *more.scores],
-        tokens=TokenRows(
-            # The rows of ``more`` come after those of ``first`` until both are sorted by group.
-            np.concatenate([first.tokens.rows, more.tokens.rows + len(first)]),
-            np.concatenate([first.tokens.lengths, more.tokens.lengths]),
-            columns,
-        ),
-        holders=both("holders"),
+        tokens=tokens,
+        **{
+            name: np.concatenate([getattr(first, name), getattr(joining, name)])
+            for name in ROW_ARRAYS
+        },
     )
     ordered = together.take(np.argsort(together.group_ids, kind="stable"))
     return replace(ordered, tokens=ordered.tokens.take(np.sort(ordered.tokens.rows)))

@@ -31,6 +31,8 @@ class Response:
 
 
 Groups = Sequence[Sequence[Response]]
+# Of ``Responses``: one value a row.
+ROW_ARRAYS = ("group_ids", "lengths", "truncated", "weight_versions", "holders")
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,12 @@ class Responses:
         # The sum of the changes so far numbers the groups from 0: the first row is compared with
         # itself.
         changes = np.diff(self.group_ids[rows], prepend=self.group_ids[rows[:1]]) != 0
+        arrays = {name: getattr(self, name)[rows] for name in ROW_ARRAYS}
         return Responses(
             prompts=[self.prompts[row] for row in rows],
-            group_ids=changes.cumsum(),
-            lengths=self.lengths[rows],
-            truncated=self.truncated[rows],
-            weight_versions=self.weight_versions[rows],
             scores=[self.scores[row] for row in rows],
             tokens=replace(tokens, rows=number_of[tokens.rows]),
-            holders=self.holders[rows],
+            **{**arrays, "group_ids": changes.cumsum()},
         )
 
 

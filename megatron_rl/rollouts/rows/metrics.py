@@ -10,9 +10,11 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
+from megatron_rl.annealing import Annealing
 from megatron_rl.passes import TokenScores, UpdateResult
-from megatron_rl.rollouts.rows.annealed import temperature_metrics
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.rollouts.rows.partials import (
     mismatch_of_partials,
@@ -78,6 +80,21 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     for name, values in sorted(parts.items()):
         metrics[f"reward/part/{name}"] = sum(values) / len(values)
     return metrics
+
+
+def temperature_metrics(
+    annealing: Annealing | None, lengths: Int[Tensor, " responses"]
+) -> dict[str, float]:
+    """Of the tokens that the sampler drew; nothing where it has one temperature."""
+    if annealing is None:
+        return {}
+    by_position = annealing.of_positions(torch.arange(int(lengths.max()))).double()
+    sums = by_position.cumsum(0)[lengths - 1]
+    return {
+        "rollout/temperature_mean": (sums.sum() / lengths.sum()).item(),
+        "rollout/temperature_min": by_position.min().item(),
+        "rollout/anneal_decay_tokens": annealing.decay_tokens,
+    }
 
 
 def _sampled(experience: Experience) -> np.ndarray:

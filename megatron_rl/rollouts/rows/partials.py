@@ -75,15 +75,10 @@ def mismatch_partials(
     with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are told as they are
         ratio = np.exp(difference)
         excess = ratio - difference - 1
-    return np.stack(
-        [
-            response_sums(np.abs(difference), lengths),
-            response_maxima(np.abs(difference), lengths),
-            response_sums(ratio, lengths),
-            response_sums(excess, lengths),
-        ],
-        axis=1,
-    )
+    size = np.abs(difference)
+    largest = response_maxima(size, lengths)
+    sums, ratios, excesses = (response_sums(each, lengths) for each in (size, ratio, excess))
+    return np.column_stack([sums, largest, ratios, excesses])
 
 
 def mismatch_of_partials(

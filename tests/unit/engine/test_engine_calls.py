@@ -74,11 +74,8 @@ RECORDS: list[StreamRecord] = []
 
 
 def config(*overrides: str) -> Config:
-    return validate(
-        Config,
-        compose("config", ["model.path=m", "data.train=t", "data.eval=e", *overrides]),
-        "test",
-    )
+    words = ["model.path=m", "data.train=t", "data.eval=e", *overrides]
+    return validate(Config, compose("config", words), "test")
 
 
 @pytest.fixture
@@ -119,22 +116,12 @@ def test_calls_are_made_in_the_stream_of_the_engine(record):
     # The stream that the engine set while it was built: graphs and copies to the host are bound to
     # it.
     assert {stream for _, stream in calls} == {"other0"}, calls
-    assert [what for what, _ in calls] == [
-        "enqueue",
-        "step",
-        "generate",
-        "discover_shards",
-        "receive_shards",
-        "sleep 2",
-        "wake weights",
-        "receive_weights",
-        "wake kv_cache",
-    ]
+    generation, update = ["enqueue", "step", "generate"], ["discover_shards", "receive_shards"]
+    sleep = ["sleep 2", "wake weights", "receive_weights", "wake kv_cache"]
+    assert [what for what, _ in calls] == [*generation, *update, *sleep]
     assert record.current == "policy"
-    assert record.waits == [("engine", "policy"), ("policy", "other0")] + [
-        ("other0", "policy"),
-        ("policy", "other0"),
-    ] * len(calls)
+    of_a_call = [("other0", "policy"), ("policy", "other0")]
+    assert record.waits == [("engine", "policy"), ("policy", "other0"), *of_a_call * len(calls)]
 
 
 def test_on_a_gpu_the_shared_memory_of_cpu_workers_is_not_asked_for(record, monkeypatch):
@@ -177,13 +164,8 @@ def test_arguments_say_what_the_configuration_says(record):
     assert plain["quantization"] is None
     assert plain["enable_sleep_mode"]
     assert "max_num_seqs" not in plain
-    chosen = engine_arguments(
-        "m",
-        config(
-            "rollout.quantization=fp8", "rollout.max_num_seqs=9", "method.mismatch.kind=tis"
-        ).rollout,
-        1,
-    )
+    words = ("rollout.quantization=fp8", "rollout.max_num_seqs=9", "method.mismatch.kind=tis")
+    chosen = engine_arguments("m", config(*words).rollout, 1)
     assert (chosen["quantization"], chosen["max_num_seqs"]) == ("fp8_per_tensor", 9)
 
 

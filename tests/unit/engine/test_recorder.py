@@ -18,29 +18,17 @@ class Worker:
     three experts, padding."""
 
     def __init__(self, device: str) -> None:
-        empty = {
-            "qkv": (7, 4),
-            "down": (5, 4),
-            "norm": (4,),
-            "experts": (3, 2, 3),
-            "scale": (),
-            "untouched": (2,),
-        }
+        empty = {"qkv": (7, 4), "down": (5, 4), "norm": (4,), "experts": (3, 2, 3)}
+        empty |= {"scale": (), "untouched": (2,)}
         self.parameters = {
             name: torch.full(shape, -1.0, device=device) for name, shape in empty.items()
         }
 
     def load(self, weights: Weights) -> None:
         for name, tensor in weights:
-            {
-                "q": self.query,
-                "down": self.down,
-                "norm": self.norm,
-                "expert": self.expert,
-                "scale": self.scale,
-            }[name](tensor)
+            getattr(self, name)(tensor)
 
-    def query(self, tensor: Tensor) -> None:
+    def q(self, tensor: Tensor) -> None:
         self.parameters["qkv"].data.narrow(0, 4, 3).copy_(tensor.narrow(0, 3, 3))
         self.parameters["qkv"].data[:4].zero_()
 
@@ -74,9 +62,8 @@ def test_copying_the_shards_does_what_the_loader_does(device):
         window = tuple(slice(a, a + n) for a, n in zip(shard.start, shard.shape, strict=True))
         place = copied.parameters[shard.key].as_strided(shard.shape, shard.stride, shard.offset)
         place.copy_(full[shard.name][window])
-    loaded.parameters["experts"][[0, 2]] = (
-        0  # never loaded: other elements of a parameter that is written are 0
-    )
+    # Never loaded: other elements of a parameter that is written are 0.
+    loaded.parameters["experts"][[0, 2]] = 0
     for key, value in loaded.parameters.items():
         assert torch.equal(copied.parameters[key], value), key
 

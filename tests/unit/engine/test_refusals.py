@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, field_validator
 
-from megatron_rl.config.load import compose, validate
-from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.engine.refusals import building
-
-
-def config(*overrides: str) -> RolloutConfig:
-    words = ["model.path=m", "data.train=t", "data.eval=e", "rollout=vllm_cpu", *overrides]
-    return validate(Config, compose("config", words), "test").rollout
+from tests.unit.engine.test_engine_calls import config
 
 
 def said(error: Exception, *overrides: str) -> str:
-    with pytest.raises(ValueError) as raised, building("/m", config(*overrides)):
+    rollout = config("rollout=vllm_cpu", *overrides).rollout
+    with pytest.raises(ValueError) as raised, building("/m", rollout):
         raise error
     assert raised.value.__cause__ is error
     return str(raised.value)
@@ -71,5 +66,5 @@ def test_shared_memory_is_named():
 
 
 def test_a_fault_passes():
-    with pytest.raises(RuntimeError, match=r"^boom$"), building("/m", config()):
+    with pytest.raises(RuntimeError, match=r"^boom$"), building("/m", config().rollout):
         raise RuntimeError("boom")

@@ -9,11 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 import torch
 
-from megatron_rl.config.load import compose, validate
-from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.engine import requirements
 from megatron_rl.engine.requirements import VLLM_VERSION, require_fixed_segments, require_vllm
 from tests.launch import REPO
+from tests.unit.engine.test_engine_calls import config
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -23,11 +22,6 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         return versions[name.replace("-", "_")]
 
     monkeypatch.setattr(requirements, "version", answer)
-
-
-def rollout(*overrides: str) -> RolloutConfig:
-    words = ["model.path=m", "data.train=t", "data.eval=e", *overrides]
-    return validate(Config, compose("config", words), "test").rollout
 
 
 def test_the_version_is_the_one_installed_and_pinned():
@@ -59,7 +53,7 @@ def test_another_version_is_refused(monkeypatch, versions, words):
     with pytest.raises(ValueError, match=words):
         require_vllm()
     with pytest.raises(ValueError, match=words):
-        requirements.check_start(rollout("rollout=vllm_cpu"))
+        requirements.check_start(config("rollout=vllm_cpu").rollout)
 
 
 def test_a_server_of_another_version_says_why_it_has_no_backend(monkeypatch, caplog):
@@ -71,46 +65,37 @@ def test_a_server_of_another_version_says_why_it_has_no_backend(monkeypatch, cap
     assert "backend megatron_rl cannot be used: rollout: vllm 0.25.1" in caplog.text
 
 
-SEVERAL = ("rollout.tensor=2",)
-WITHOUT_GRAPHS = ("rollout.tensor=2", "rollout.enforce_eager=true")
+FIRST, SECOND = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+EXPANDABLE = "expandable_segments:True"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "environment"),
+    "environment",
     [
-        (SEVERAL, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-        (SEVERAL, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:true"}),
-        (
-            SEVERAL,
-            {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        ),
+        {SECOND: EXPANDABLE},
+        {FIRST: "max_split_size_mb:512, expandable_segments:true"},
+        {FIRST: "", SECOND: EXPANDABLE},
     ],
 )
-def test_expandable_segments_are_refused_where_graph_memory_is_shared(overrides, environment):
-    with pytest.raises(
-        ValueError, match=r"expandable_segments.*rollout\.tensor = 2.*enforce_eager=true"
-    ):
-        require_fixed_segments(rollout(*overrides), environment)
+def test_expandable_segments_are_refused_where_graph_memory_is_shared(environment):
+    words = r"expandable_segments.*rollout\.tensor = 2.*enforce_eager=true"
+    with pytest.raises(ValueError, match=words):
+        require_fixed_segments(config("rollout.tensor=2").rollout, environment)
 
 
 @pytest.mark.parametrize(
     ("overrides", "environment"),
     [
-        (SEVERAL, {}),
-        (SEVERAL, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
-        (
-            SEVERAL,
-            {
-                "PYTORCH_ALLOC_CONF": "max_split_size_mb:512",
-                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            },
-        ),
-        (("rollout.tensor=1",), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-        (WITHOUT_GRAPHS, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (["tensor=2"], {}),
+        (["tensor=2"], {FIRST: "expandable_segments:False"}),
+        (["tensor=2"], {FIRST: "max_split_size_mb:512", SECOND: EXPANDABLE}),
+        (["tensor=1"], {SECOND: EXPANDABLE}),
+        (["tensor=2", "enforce_eager=true"], {SECOND: EXPANDABLE}),
     ],
 )
 def test_they_pass_elsewhere(overrides, environment):
-    require_fixed_segments(rollout(*overrides), environment)
+    words = [f"rollout.{override}" for override in overrides]
+    require_fixed_segments(config(*words).rollout, environment)
 
 
 def test_the_first_variable_counts_for_vllm_too():
@@ -118,20 +103,16 @@ def test_the_first_variable_counts_for_vllm_too():
     sleep."""
     from vllm.device_allocator.alloc_conf import expandable_segments_enabled_from_env
 
-    both = {
-        "PYTORCH_ALLOC_CONF": "max_split_size_mb:512",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }
+    both = {FIRST: "max_split_size_mb:512", SECOND: EXPANDABLE}
     assert not expandable_segments_enabled_from_env(both)
-    del both["PYTORCH_ALLOC_CONF"]
-    assert expandable_segments_enabled_from_env(both)
+    assert expandable_segments_enabled_from_env({SECOND: EXPANDABLE})
 
 
 def test_the_environment_of_the_process_is_what_is_checked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv(FIRST, raising=False)
+    monkeypatch.setenv(SECOND, EXPANDABLE)
     with pytest.raises(ValueError, match="PYTORCH_CUDA_ALLOC_CONF = expandable_segments:True"):
-        requirements.check_start(rollout("rollout.tensor=2"))
+        requirements.check_start(config("rollout.tensor=2").rollout)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    requirements.check_start(rollout("rollout.tensor=2"))
+    requirements.check_start(config("rollout.tensor=2").rollout)

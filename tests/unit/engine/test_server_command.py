@@ -55,8 +55,8 @@ def parser() -> FlexibleArgumentParser:
 )
 def test_a_server_gets_the_settings_of_the_engine_in_the_process(parser, overrides):
     rollout = config(*overrides).rollout
-    words = server_command("m", rollout, seed=3, host="127.0.0.1", port=8000)
-    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(words[3:]))
     arguments = engine_arguments("m", rollout, 3)
+    words = server_command(arguments, "127.0.0.1", 8000)
+    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(words[3:]))
     settings = {name: arguments[name] for name in arguments if name not in OF_THE_LIBRARY}
     assert {name: getattr(parsed, name) for name in settings} == settings

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.engine.sampling import eos_token_ids
-from megatron_rl.engine.weights.stream import CheckedStream, expected_tensors
+from megatron_rl.engine.weights.stream import checked_stream, expected_tensors
 from megatron_rl.errors import WeightSyncError
 
 EXPECTED = {"a": (2, 3), "b": (4,)}
@@ -15,7 +15,7 @@ A, B = torch.ones(2, 3), torch.arange(4.0)
 
 
 def read(*items, dtype=torch.float32):
-    return list(CheckedStream(iter(items), EXPECTED, dtype))
+    return list(checked_stream(iter(items), EXPECTED, dtype))
 
 
 def test_passes_on_what_is_expected_in_any_order():
@@ -53,7 +53,7 @@ def test_an_engine_of_low_precision_takes_float32_and_its_own():
 def test_the_refused_tensor_is_not_passed_on():
     seen = []
     with pytest.raises(WeightSyncError):
-        seen.extend(CheckedStream(iter([("a", A), ("b", A)]), EXPECTED, torch.float32))
+        seen.extend(checked_stream(iter([("a", A), ("b", A)]), EXPECTED, torch.float32))
     assert not seen or [name for name, _ in seen] == ["a"]
 
 

@@ -225,10 +225,20 @@ def contents(steps: Sequence[Sequence[Group]]) -> list:
     ]
 
 
-def run(start, fleet: Fleet, num_steps: int, rules: StepRules = RULES) -> list:
-    dispatcher = start(fleet, rules)
+def start_published(start, fleet: Fleet, *more, **changes) -> ServerBackend:
+    """Those who are there have weights."""
+    dispatcher = start(fleet, *more, **changes)
     publish(dispatcher, fleet, 0)
-    return contents([step(dispatcher, fleet, version) for version in range(1, num_steps + 1)])
+    return dispatcher
+
+
+def contents_of(dispatcher: ServerBackend, fleet: Fleet, first: int, last: int) -> list:
+    """What is trained in these steps."""
+    return contents([step(dispatcher, fleet, version) for version in range(first, last + 1)])
+
+
+def run(start, fleet: Fleet, num_steps: int, rules: StepRules = RULES) -> list:
+    return contents_of(start_published(start, fleet, rules), fleet, 1, num_steps)
 
 
 def uid_of(stream: PromptStream, step: int, start: int, number: int) -> str:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.annealing import Annealing
+from megatron_rl.annealing import Annealing, policy_temperatures
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.passes import LocalBatch
-from megatron_rl.rollouts.rows.annealed import policy_temperatures, temperature_metrics
+from megatron_rl.rollouts.rows.metrics import temperature_metrics
 from megatron_rl.rollouts.sampling import SamplingPlan
 from megatron_rl.signals.end_token import EndTokens
 from megatron_rl.types import Sampling

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines
-from megatron_rl.rollouts.backends.colocation import Colocation
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines, Colocation
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.runtime.memory import Ledger
 from megatron_rl.scheduling.end_of_step import StepRules
@@ -23,6 +22,7 @@ GIVEN = [
     "offload weights",
     "wake kv_cache",
 ]
+WITHOUT_SYNC = [call for call in GIVEN if call != "sync 3"]
 
 
 class Recorder:
@@ -73,8 +73,13 @@ class Recorded(Rollouts):
     def colocation(self) -> Colocation:
         return self.engines.colocation
 
+    @property
+    def calls(self) -> list[str]:
+        return self.policy.calls
 
-def colocated(recorder: Recorder, offload=EVERYTHING, logprob_check=None) -> Recorded:
+
+def colocated(recorder: Recorder | None = None, offload=EVERYTHING, logprob_check=None) -> Recorded:
+    recorder = recorder or Recorder()
     ledger = Ledger(lambda: {"host": 1.0}, None)
     colocation = Colocation(recorder, recorder, recorder, offload, ledger, logprob_check)
     job = SimpleNamespace(rules=StepRules(1, 1))
@@ -95,24 +100,14 @@ def generate(source: Recorded) -> None:
 
 
 def test_a_whole_step_in_order():
-    recorder = Recorder()
-    source = colocated(recorder)
+    source = colocated()
     assert source.publish(3).version == 3
-    assert recorder.calls == GIVEN and source.colocation.owner == "engine"
+    assert source.calls == GIVEN and source.colocation.owner == "engine"
     assert source.next(4) == "experience of 4"
     train(source)
-    assert recorder.calls == [*GIVEN, "generate 4", "sleep", "reload"]
+    assert source.calls == [*GIVEN, "generate 4", "sleep", "reload"]
     assert source.colocation.owner == "policy"
-    phases = [
-        "generate",
-        "sleep",
-        "reload",
-        "update",
-        "offload",
-        "wake_weights",
-        "sync",
-        "wake_kv_cache",
-    ]
+    phases = "generate sleep reload update offload wake_weights sync wake_kv_cache".split()
     keys = [f"memory/{phase}_host_gib" for phase in phases]
     assert list(source.publish(4).measured) == [*keys, "time/reload_s"]
 
@@ -146,8 +141,7 @@ def test_the_policy_scores_before_its_weights_leave_and_the_engine_when_it_can()
     assert (report.logprob_check_diff, report.logprob_check_diff_max) == (0.25, 2.0)
     train(source)
     generate(source)
-    without_sync = [call for call in GIVEN if not call.startswith("sync")]
-    assert recorder.calls[len(CHECKED_CALLS) :] == ["sleep", "reload", *without_sync]
+    assert recorder.calls[len(CHECKED_CALLS) :] == ["sleep", "reload", *WITHOUT_SYNC]
 
 
 def test_an_engine_that_differs_generates_nothing():
@@ -167,43 +161,35 @@ def test_an_engine_that_differs_generates_nothing():
 
 
 def test_the_policy_gets_its_memory_once():
-    recorder = Recorder()
-    source = colocated(recorder)
+    source = colocated()
     train(source)
-    assert recorder.calls == []
+    assert source.calls == []
     source.publish(3)
     train(source)
     train(source)
-    assert recorder.calls == [*GIVEN, "sleep", "reload"]
+    assert source.calls == [*GIVEN, "sleep", "reload"]
 
 
 def test_nothing_is_published_while_the_engine_has_the_memory():
-    recorder = Recorder()
-    source = colocated(recorder)
+    source = colocated()
     source.publish(3)
     with pytest.raises(AssertionError, match="the engine has the memory already"):
         source.publish(4)
 
 
-def test_generation_after_a_checkpoint_hands_over_without_a_sync():
-    recorder = Recorder()
-    source = colocated(recorder)
+@pytest.mark.parametrize(
+    ("version_after_sleep", "calls"), [(3, WITHOUT_SYNC), (-1, GIVEN)], ids=["kept", "lost"]
+)
+def test_generation_after_a_checkpoint_syncs_where_the_engine_lost_its_weights(
+    version_after_sleep, calls
+):
+    source = colocated()
     source.publish(3)
     train(source)
-    recorder.calls.clear()
+    source.calls.clear()
+    source.policy.weight_version = version_after_sleep
     generate(source)
-    assert recorder.calls == [call for call in GIVEN if not call.startswith("sync")]
-
-
-def test_an_engine_that_lost_its_weights_in_its_sleep_gets_them_again():
-    recorder = Recorder()
-    source = colocated(recorder)
-    source.publish(3)
-    train(source)
-    recorder.calls.clear()
-    recorder.weight_version = -1
-    generate(source)
-    assert recorder.calls == GIVEN
+    assert source.calls == calls
 
 
 def test_generation_before_any_sync_is_a_mistake():
@@ -215,12 +201,11 @@ def test_generation_before_any_sync_is_a_mistake():
 
 
 def test_when_generation_fails_the_policy_is_whole_again_and_the_error_goes_on():
-    recorder = Recorder()
-    source = colocated(recorder)
+    source = colocated()
     source.publish(3)
     with pytest.raises(KeyboardInterrupt), source.generation():
         raise KeyboardInterrupt
-    assert recorder.calls == [*GIVEN, "sleep", "reload"]
+    assert source.calls == [*GIVEN, "sleep", "reload"]
     assert source.colocation.owner == "policy"
     generate(source)  # and the loop may go on
     assert source.colocation.owner == "engine"
@@ -228,11 +213,10 @@ def test_when_generation_fails_the_policy_is_whole_again_and_the_error_goes_on()
 
 @pytest.mark.parametrize("fails", GIVEN)
 def test_when_a_phase_fails_the_policy_is_whole_again(fails):
-    recorder = Recorder(fails)
-    source = colocated(recorder)
+    source = colocated(Recorder(fails))
     with pytest.raises(OSError, match=f"^{fails} failed$"):
         source.publish(3)
-    assert recorder.calls == [*GIVEN[: GIVEN.index(fails) + 1], "sleep", "reload"]
+    assert source.calls == [*GIVEN[: GIVEN.index(fails) + 1], "sleep", "reload"]
     assert source.colocation.owner == "policy"
 
 
@@ -244,12 +228,11 @@ def test_when_a_phase_fails_the_policy_is_whole_again(fails):
     ],
 )
 def test_what_cannot_be_restored_is_said_beside_the_first_error(fails, note):
-    recorder = Recorder(fails)
-    source = colocated(recorder)
+    source = colocated(Recorder(fails))
     source.publish(3)
     with pytest.raises(ZeroDivisionError) as caught, source.generation():
         raise ZeroDivisionError
-    assert recorder.calls[-2:] == ["sleep", "reload"]
+    assert source.calls[-2:] == ["sleep", "reload"]
     assert note in caught.value.__notes__[0] and len(caught.value.__notes__) == 1
 
 

@@ -4,6 +4,7 @@ others."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_rl.rollouts.demonstrations import (
     without_demonstrations,
 )
 from megatron_rl.rollouts.rows.metrics import rollout_metrics
+from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import Prompt
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import build_bandit, rows
@@ -75,23 +77,22 @@ def test_held_out_prompts_are_answered_by_the_engine_alone() -> None:
     assert bare.extra == {"level": 2} and ids(bare, 1) == [None]
 
 
-def carrying(given: list[list[int]]) -> list[Prompt]:
-    """Every second prompt of a run brings responses along."""
-    return [
-        replace(each, extra={"given_responses": given}) if place % 2 else each
-        for place, each in enumerate(prompts(16))
-    ]
+def learner_from(tmp_path: Path, num_steps: int, given: list[list[int]]) -> Trainer:
+    """Every second prompt of the run brings these responses along."""
+    train = prompts(16)
+    train[1::2] = [replace(each, extra={"given_responses": given}) for each in train[1::2]]
+    return build_bandit(
+        tmp_path,
+        f"trainer.num_steps={num_steps}",
+        method="rl_plus",
+        train=train,
+        demonstrations=Demonstrations(ENCODE),
+    )
 
 
 def test_metrics_are_of_what_was_sampled(tmp_path) -> None:
     """Given responses, all right, lift no reward and hide no mismatch."""
-    trainer = build_bandit(
-        tmp_path,
-        "trainer.num_steps=1",
-        method="rl_plus",
-        train=carrying([[2, 1, 1]] * 3),
-        demonstrations=Demonstrations(ENCODE),
-    )
+    trainer = learner_from(tmp_path, 1, [[2, 1, 1]] * 3)
     trainer.folder.path.mkdir()
     trainer.source.publish(0)
     experience = trainer.source.next(1)
@@ -110,13 +111,7 @@ def test_metrics_are_of_what_was_sampled(tmp_path) -> None:
 
 def test_given_responses_teach(tmp_path) -> None:
     """The bandit's right answer is in every second group, and the policy finds it."""
-    trainer = build_bandit(
-        tmp_path,
-        "trainer.num_steps=3",
-        method="rl_plus",
-        train=carrying([[2, 2, 2]]),
-        demonstrations=Demonstrations(ENCODE),
-    )
+    trainer = learner_from(tmp_path, 3, [[2, 2, 2]])
     trainer.run()
     accuracy = [row["reward/accuracy"] for row in rows(trainer) if row["step"]]
     assert accuracy[-1] > accuracy[0]

@@ -33,8 +33,9 @@ class Held:
         return [Score(float(text), text == "7") for text in texts]
 
 
-def judge_of(reward: Held) -> RewardThread:
-    return RewardThread(reward, lambda ids: str(ids[0]))
+def judge_of_held() -> tuple[RewardThread, Held]:
+    reward = Held()
+    return RewardThread(reward, lambda ids: str(ids[0])), reward
 
 
 def give(judge: RewardThread, *numbers: int) -> None:
@@ -56,8 +57,7 @@ def until_told(judge: RewardThread) -> Scores:
 
 
 def test_who_asks_does_not_wait_and_the_next_call_has_all_that_came_meanwhile() -> None:
-    reward = Held()
-    judge = judge_of(reward)
+    judge, reward = judge_of_held()
     give(judge, 5)
     assert judge.take() == [], "the call has begun, and nobody waits for it"
     give(judge, 7, 6)
@@ -70,8 +70,7 @@ def test_who_asks_does_not_wait_and_the_next_call_has_all_that_came_meanwhile() 
 
 
 def test_what_the_reward_raises_is_raised_where_verdicts_are_taken() -> None:
-    reward = Held()
-    judge = judge_of(reward)
+    judge, reward = judge_of_held()
     reward.go.set()
     give(judge, 9)
     with pytest.raises(ValueError, match="nine is not judged"):
@@ -79,8 +78,7 @@ def test_what_the_reward_raises_is_raised_where_verdicts_are_taken() -> None:
 
 
 def test_what_is_forgotten_gives_no_verdict_to_those_who_come_later() -> None:
-    reward = Held()
-    judge = judge_of(reward)
+    judge, reward = judge_of_held()
     give(judge, 5)
     judge.take()
     give(judge, 6)

@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ class Setting:
             seed=4,
             rules=self.rules,
             method=load_method("dapo" if self.rules.is_filtered else "grpo"),
-            hooks=Resampling(hooks, PROMPTS) if hooks else None,
+            hooks=Resampling(hooks, PROMPTS),
             demonstrations=Demonstrations(lambda text: [7]) if self.has_demonstrations else None,
             response_limit=(lambda step: 10 * min(step, 4)) if self.has_stages else None,
         )
@@ -142,17 +143,7 @@ class OneServer:
 
     def sync(self, version: int, servers: dict[str, str], staged: bool) -> Any:
         self.engine.weight_version = version
-        return Report(list(servers))
-
-
-@dataclass(frozen=True)
-class Report:
-    updated: list[str]
-    sync: Any = None
-
-    @property
-    def lost(self) -> dict[str, str]:
-        return {}
+        return SimpleNamespace(updated=list(servers), sync=None, lost={})
 
 
 def on_servers(setting: Setting, mood: int) -> list[list[dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -127,13 +126,12 @@ class Odd:
 def rollouts(**hooks: SamplingHook) -> Rollouts:
     """Four prompts a step, two responses each."""
     sampler = LaunchSampler(Telling(), Odd(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY)
-    sampling = Sampling(2, 4)
     job = training_job(
         PromptLoader(PROMPTS, seed=1, shuffle=False),
-        sampling,
+        Sampling(2, 4),
         seed=1,
         prompts_per_step=4,
-        hooks=Resampling(hooks, PROMPTS) if hooks else None,
+        hooks=Resampling(hooks, PROMPTS),
     )
     return rollouts_of(sampler, job)
 
@@ -148,12 +146,8 @@ def test_what_is_asked_joins_its_group() -> None:
     experience = rollouts(dars=Dars(target=2, extra=2, max_responses=5)).collect(1)
     # Those of p0 and p2 are never right: two more, then one.
     assert experience.group_ids.tolist() == [0] * 5 + [1] * 2 + [2] * 5 + [3] * 2
-    assert [prompt.uid for prompt in experience.responses.prompts] == [
-        *["p0"] * 5,
-        *["p1"] * 2,
-        *["p2"] * 5,
-        *["p3"] * 2,
-    ]
+    uids = [*["p0"] * 5, *["p1"] * 2, *["p2"] * 5, *["p3"] * 2]
+    assert [prompt.uid for prompt in experience.responses.prompts] == uids
     rows = tokens(experience)
     assert [ids[0] for ids in rows] == [0] * 5 + [1] * 2 + [2] * 5 + [3] * 2
     seeds = [ids[2] - rows[0][2] for ids in rows[:5]]
@@ -163,26 +157,17 @@ def test_what_is_asked_joins_its_group() -> None:
     assert all(defined(key) for key in experience.hook_metrics)
 
 
-class Dropping:
+class Dropping(SamplingHook):
     """The first group leaves; one response to a prompt of an earlier step comes in its place."""
 
     def temperature(self, prompt: Prompt, plain: float) -> float:
         return 1.5 if prompt.uid == "p1" else plain
-
-    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
-        """There is no dynamic sampling."""
 
     def resample(self, step: int, turn: int, groups: list[ScoredGroup]) -> Resample:
         if turn:
             return Resample()
         keep = [number > 0 for number in range(len(groups))]
         return Resample([Ask(PROMPTS[7], 1)], keep, {"dropped": 1.0})
-
-    def state(self) -> dict:
-        return {}
-
-    def restore(self, state, prompts) -> None:
-        """Nothing."""
 
 
 def test_groups_leave_and_others_come() -> None:
@@ -208,9 +193,8 @@ def test_two_steps_and_a_restored_one_are_three() -> None:
     second = made()
     second.restore(first.state())
     again = [tokens(second.collect(step)) for step in (3, 4)]
-    assert [[ids[:3] for ids in step] for step in again] == [
-        [ids[:3] for ids in step] for step in found[2:]
-    ]
+    firsts = [[[ids[:3] for ids in step] for step in steps] for steps in (again, found[2:])]
+    assert firsts[0] == firsts[1]
     assert any(ids[1] == 15 for step in again for ids in step), "prompts come back warmer"
 
 

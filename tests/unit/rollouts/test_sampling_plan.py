@@ -28,7 +28,7 @@ def test_seed_and_limit_are_those_of_the_step() -> None:
     found = [plan(step, PROMPTS[0], 0) for step in (1, 5)]
     assert [one.seed for one in found] == [sampling_seed(3, 1), sampling_seed(3, 5)]
     assert [one.max_response_tokens for one in found] == [4, 20]
-    assert plan.state() == {}
+    assert plan.hooks.state() == {}
 
 
 def test_a_temperature_is_that_of_the_moment_when_the_weights_were_published() -> None:
@@ -57,7 +57,7 @@ def test_a_run_that_resumes_samples_as_the_one_before() -> None:
     before, hooks = hooked(staleness=1)
     hooks.hooks["erpo"].resample(1, 0, [judged(PROMPTS[0], 4)])
     after, _ = hooked(staleness=1)
-    after.restore(before.state())
+    after.hooks.restore(before.hooks.state())
     for each in (before, after):
         each.published(1)
         assert each(2, PROMPTS[0], 1).temperature == 1.25

@@ -25,9 +25,11 @@ from tests.unit.rollouts.server_fakes import (
     Fleet,
     answers,
     contents,
+    contents_of,
     groups_of,
     publish,
     run,
+    start_published,
     step,
     uid_of,
     welcome,
@@ -52,12 +54,11 @@ def test_what_is_trained_does_not_depend_on_who_samples_it(start):
 def test_requests_of_a_dead_server_are_answered_by_another(start):
     expected = run(start, Fleet(registered={"b"}), 4)
     fleet = Fleet(registered={"a", "b"}, silent={"a"})
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     while not any(name == "a" for name, *_ in fleet.asked):
         dispatcher.counts()
     fleet.dead.add("a")
-    trained = contents([step(dispatcher, fleet, version) for version in range(1, 5)])
+    trained = contents_of(dispatcher, fleet, 1, 4)
     assert trained == expected
     assert dispatcher.counts()["source/lost_servers"] == 1
     assert dispatcher.counts()["source/reissued_requests"] >= 1
@@ -67,10 +68,9 @@ def test_requests_of_a_dead_server_are_answered_by_another(start):
 def test_a_silent_server_is_given_up_when_its_lease_ends(start):
     expected = run(start, Fleet(registered={"b"}), 3)
     fleet = Fleet(registered={"a", "b"}, silent={"a"})
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     fleet.registered.remove("a")  # so the registry says
-    assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
+    assert contents_of(dispatcher, fleet, 1, 3) == expected
 
 
 def test_a_server_that_never_answers_is_given_up_though_it_says_it_is_well(start):
@@ -78,13 +78,12 @@ def test_a_server_that_never_answers_is_given_up_though_it_says_it_is_well(start
     fleet = Fleet(registered={"a", "b"}, silent={"a"})
     now_s = [0.0]
     patience = RequestTimeouts(4.0, lambda: now_s[0])
-    dispatcher = start(fleet, timeouts=patience)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet, timeouts=patience)
     while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience) != {"a"}:
         dispatcher.counts()
     assert fleet.registered == {"a", "b"}
     now_s[0] = 61.0
-    assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
+    assert contents_of(dispatcher, fleet, 1, 3) == expected
     assert fleet.registered == {"b"}
     assert dispatcher.counts()["source/lost_servers"] == 1
 
@@ -132,12 +131,6 @@ def held_out(fleet: Fleet) -> list[tuple[str, int, str, int]]:
     return [asked for asked in fleet.asked if asked[2].startswith("held-out:")]
 
 
-def start_published(start, fleet: Fleet, **changes) -> ServerBackend:
-    dispatcher = start(fleet, **changes)
-    publish(dispatcher, fleet, 0)
-    return dispatcher
-
-
 def servers_awaited(patience: RequestTimeouts) -> set[str]:
     return {waiting.server for waiting in list(patience._waiting.values())}
 
@@ -153,15 +146,14 @@ def start_idle(start, fleet: Fleet, patience: RequestTimeouts) -> ServerBackend:
 def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
     expected = run(start, Fleet(registered={"a"}), 3)
     fleet = Fleet()
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     news = dispatcher.wait()
     assert news.kind == "starved" and news.is_settled
     fleet.registered.add("b")
     news = dispatcher.wait()
     assert news[:3] == ("join", {"b": "at b"}, 0)
     welcome(dispatcher, fleet, news, 0)
-    assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
+    assert contents_of(dispatcher, fleet, 1, 3) == expected
 
 
 def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start):
@@ -169,8 +161,7 @@ def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start
     published."""
     expected = run(start, Fleet(registered={"a"}), 3)
     fleet = Fleet(registered={"a"}, answers={"a": IN_TWO_STEPS // 2})
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     assert dispatcher.wait() is True
     first = groups_of(dispatcher.take())
     fleet.dead.add("a")
@@ -182,17 +173,15 @@ def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start
     news = dispatcher.wait()
     assert news[:3] == ("join", {"b": "at b"}, 0)
     welcome(dispatcher, fleet, news, 1)
-    rest = [step(dispatcher, fleet, version) for version in (2, 3)]
+    assert contents([first]) + contents_of(dispatcher, fleet, 2, 3) == expected
     assert {0, 1} <= {version for name, version, *_ in fleet.asked if name == "b"}
-    assert contents([first, *rest]) == expected
 
 
 def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(start):
     """And goes back to them when that one dies."""
     expected = run(start, Fleet(registered={"a"}), 4)
     fleet = Fleet(registered={"a", "b"}, answers={"b": 2})
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     assert dispatcher.wait() is True
     first = groups_of(dispatcher.take())
     publish(dispatcher, fleet, 1)
@@ -206,8 +195,7 @@ def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(star
     assert news[:3] == ("join", {"a": "at a"}, 0)
     num_asked = len(fleet.asked)
     welcome(dispatcher, fleet, news, 1)
-    rest = [step(dispatcher, fleet, version) for version in (2, 3, 4)]
-    assert contents([first, *rest]) == expected
+    assert contents([first]) + contents_of(dispatcher, fleet, 2, 4) == expected
     versions = [version for _, version, *_ in fleet.asked[num_asked:]]
     assert versions == sorted(versions) and versions[0] == 0 and 2 in versions
 
@@ -215,23 +203,21 @@ def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(star
 def test_a_server_that_does_not_go_over_is_given_up(start):
     expected = run(start, Fleet(registered={"a"}), 4)
     fleet = Fleet(registered={"a", "b"})
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
-    steps = [step(dispatcher, fleet, 1)]
+    dispatcher = start_published(start, fleet)
+    first = contents_of(dispatcher, fleet, 1, 1)
     fleet.stuck.add("b")
-    steps += [step(dispatcher, fleet, version) for version in (2, 3, 4)]
-    assert contents(steps) == expected and fleet.registered == {"a"}
+    assert first + contents_of(dispatcher, fleet, 2, 4) == expected
+    assert fleet.registered == {"a"}
     assert fleet.versions["b"] < 2
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_server_that_is_given_up_while_it_gets_weights_does_not_come_back(start, staleness):
     fleet = Fleet(registered={"a", "b"})
-    dispatcher = start(fleet, replace(RULES, staleness=staleness))
-    publish(dispatcher, fleet, 0)
-    steps = [step(dispatcher, fleet, 1)]
+    dispatcher = start_published(start, fleet, replace(RULES, staleness=staleness))
+    step(dispatcher, fleet, 1)
     assert dispatcher.wait() is True
-    steps.append(groups_of(dispatcher.take()))
+    dispatcher.take()
     servers = dispatcher.drained(2)
     assert set(servers) == {"a", "b"}
     fleet.registered.remove("b")  # so the registry says, while the push is under way
@@ -241,7 +227,7 @@ def test_a_server_that_is_given_up_while_it_gets_weights_does_not_come_back(star
     fleet.versions |= dict.fromkeys(servers, 2 if staleness == 0 else 1)
     num_asked = len(fleet.asked)
     dispatcher.published(2, servers, {}, staged=staleness > 0)
-    steps += [step(dispatcher, fleet, version) for version in (3, 4)]
+    contents_of(dispatcher, fleet, 3, 4)
     assert {name for name, *_ in fleet.asked[num_asked:]} == {"a"}
     assert dispatcher.counts()["source/lost_servers"] == 1
 
@@ -260,11 +246,29 @@ def test_a_server_that_is_lost_in_two_ways_is_one(start):
     assert dispatcher.counts()["source/lost_servers"] == 1
 
 
+def test_a_server_that_is_lost_as_it_begins_to_go_over_ends_no_run(start):
+    """Its task has been made, and has not begun."""
+    expected = run(start, Fleet(registered={"a"}), 4)
+    fleet = Fleet(registered={"a", "b"})
+    dispatcher = start_idle(start, fleet, RequestTimeouts(None))
+    assert dispatcher.wait() is True
+    first = contents([groups_of(dispatcher.take())])
+    servers = dispatcher.drained(1)
+    fleet.staged |= dict.fromkeys(servers, 1)
+
+    async def published_and_lost() -> None:
+        await ServerBackend.published.__wrapped__(dispatcher, 1, servers, {}, staged=True)
+        dispatcher._mark_dead("b", "it has left")
+
+    dispatcher._thread.call(published_and_lost())
+    assert first + contents_of(dispatcher, fleet, 2, 4) == expected
+    assert fleet.registered == {"a"}
+
+
 def test_a_run_that_goes_on_asks_for_nothing_twice(start):
     fleet = Fleet(registered={"a"})
     expected = run(start, Fleet(registered={"a"}), 5)
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     trained = [step(dispatcher, fleet, version) for version in (1, 2)]
     while len(fleet.asked) < 3 * 6 + 4:  # some of step 4 are under way
         pass
@@ -290,8 +294,7 @@ def test_a_group_that_was_whole_and_not_judged_is_judged_by_the_run_that_goes_on
 
     fleet = Fleet(registered={"a"})
     expected = run(start, Fleet(registered={"a"}), 1)
-    dispatcher = start(fleet, reward=Slow())
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet, reward=Slow())
     while len(dispatcher.state()["store"]["new"]) < 12:  # of steps 1 and 2
         pass
     state = dispatcher.state()
@@ -330,21 +333,19 @@ def test_what_no_other_server_could_mend_ends_the_run(start, schedule):
 
 def test_held_out_prompts_are_answered_beside_training(start):
     fleet = Fleet(registered={"a", "b"})
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
-    asked = prompts(5)
-    groups = answers(dispatcher, asked, Sampling(3, 4, seed=9))
+    dispatcher = start_published(start, fleet)
+    groups = answers(dispatcher, ASKED, HELD_OUT)
     assert len(groups) == 5 * 3
     tokens = [one.token_ids[0] for one, _ in groups[3:6]]
     assert tokens == [tokens[0] + 7 * response for response in range(3)]
     assert dispatcher.score([(1, 2, 3), (4, 5)]) == [[2.0, 3.0], [5.0]]
     fleet.dead.add("a")
-    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)) == groups, "by the other"
+    assert answers(dispatcher, ASKED, HELD_OUT) == groups, "by the other"
     assert fleet.registered == {"b"}
     fleet.dead.add("b")
     with pytest.raises(NoServerError):
         dispatcher.score([(1, 2, 3)])
-    assert answers(dispatcher, asked, Sampling(3, 4, seed=9)).kind == "starved"
+    assert answers(dispatcher, ASKED, HELD_OUT).kind == "starved"
 
 
 def test_who_waits_is_told_how_far_it_is(start, monkeypatch):

@@ -15,10 +15,11 @@ from tests.unit.rollouts.server_fakes import (
     RULES,
     Fleet,
     contents,
+    contents_of,
     groups_of,
     publish,
     run,
-    step,
+    start_published,
     tokens_of,
     uid_of,
     welcome,
@@ -33,13 +34,11 @@ def first_is_correct(verdicts: Sequence[bool]) -> bool:
 
 
 def test_groups_that_the_method_does_not_want_are_replaced_alike_by_any_servers(start):
-    rules = replace(RULES, max_rounds=4)
     seen = []
     for names in ("a", "ab", "abc"):
         fleet = Fleet(registered=set(names))
-        dispatcher = start(fleet, rules, wants=first_is_correct)
-        publish(dispatcher, fleet, 0)
-        seen.append(contents([step(dispatcher, fleet, version) for version in range(1, 6)]))
+        dispatcher = start_published(start, fleet, FILTERED, wants=first_is_correct)
+        seen.append(contents_of(dispatcher, fleet, 1, 5))
     assert seen[0] == seen[1] == seen[2]
     uids = [uid for uid, _, _ in seen[0]]
     assert all(scores[0].correct for _, _, scores in seen[0])
@@ -66,13 +65,11 @@ def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
             return scores
 
     alone = Fleet(registered={"a"})
-    expected = contents(
-        steps(start(alone, FILTERED, reward=Strict(), wants=first_is_correct), alone, 4)
-    )
+    changes = {"reward": Strict(), "wants": first_is_correct}
+    expected = contents_of(start_published(start, alone, FILTERED, **changes), alone, 1, 4)
     gate.clear()
     fleet = Fleet(registered={"a"})
-    dispatcher = start(fleet, FILTERED, reward=Strict(), wants=first_is_correct)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet, FILTERED, **changes)
     assert dispatcher.wait() is True
     first = groups_of(dispatcher.take())
     until(lambda: dispatcher._scheduler.end.to_judge() and not is_sampling(dispatcher))
@@ -93,8 +90,7 @@ def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
     welcome(dispatcher, fleet, news, 1)
     assert dispatcher.settled() is True
     assert fleet.asked[num_asked][:2] == ("b", 0)
-    rest = [step(dispatcher, fleet, version) for version in (2, 3, 4)]
-    assert contents([first, *rest]) == expected
+    assert contents([first]) + contents_of(dispatcher, fleet, 2, 4) == expected
 
 
 class Settled:
@@ -132,8 +128,9 @@ def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
     rules = replace(FILTERED, staleness=2, lockstep=False)
     fleet = Fleet(registered={"a"})
     judge = Settled()
-    judge.dispatcher = dispatcher = start(fleet, rules, reward=judge, wants=first_is_correct)
-    publish(dispatcher, fleet, 0)
+    judge.dispatcher = dispatcher = start_published(
+        start, fleet, rules, reward=judge, wants=first_is_correct
+    )
     stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
     looked_at = set()
     first = 0
@@ -152,11 +149,6 @@ def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
         first = batch.end
         publish(dispatcher, fleet, number + 1)
     assert [pair for pair in judge.seen - looked_at if pair[1] < 8], "nothing was dropped"
-
-
-def steps(dispatcher, fleet: Fleet, count: int) -> list:
-    publish(dispatcher, fleet, 0)
-    return [step(dispatcher, fleet, version) for version in range(1, count + 1)]
 
 
 def is_sampling(dispatcher) -> bool:

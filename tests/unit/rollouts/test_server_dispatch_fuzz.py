@@ -247,6 +247,7 @@ class Trainer:
 
     def _restart(self, step: int, state: bytes) -> None:
         self._dispatcher.close()
+        self._dispatcher._switches.shutdown()  # what it began may end after it
         del self.steps[step:]
         self._start(pickle.loads(state))
         self._publish(step)

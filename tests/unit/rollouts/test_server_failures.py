@@ -8,7 +8,14 @@ import pytest
 
 from megatron_rl.rollouts.backends.failures import PromptFailureError, RequestFailures
 from megatron_rl.types import Sampling
-from tests.unit.rollouts.server_fakes import Fleet, answers, contents, publish, run, step
+from tests.unit.rollouts.server_fakes import (
+    Fleet,
+    answers,
+    contents_of,
+    run,
+    start_published,
+    step,
+)
 from tests.unit.trainer.fakes import prompts
 
 NAMES = {"a", "b", "c", "d", "e", "f", "g"}
@@ -19,8 +26,7 @@ Q = ("q", 1)
 def test_a_prompt_that_ends_every_server_ends_the_run_by_its_name(start) -> None:
     """Its two responses may be on two servers at a time: five at most are lost."""
     fleet = Fleet(registered=set(NAMES), poison="p3")
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     with pytest.raises(PromptFailureError, match=r"p3.*3 servers, one after .*is dead.*resume"):
         for number in count(1):
             step(dispatcher, fleet, number)
@@ -29,8 +35,7 @@ def test_a_prompt_that_ends_every_server_ends_the_run_by_its_name(start) -> None
 
 def test_a_held_out_prompt_that_ends_every_server_is_named(start) -> None:
     fleet = Fleet(registered=set(NAMES))
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     step(dispatcher, fleet, 1)
     fleet.poison = "p4"
     with pytest.raises(PromptFailureError, match=r"p4.*3 servers, one after"):
@@ -40,17 +45,15 @@ def test_a_held_out_prompt_that_ends_every_server_is_named(start) -> None:
 def test_servers_that_are_all_gone_are_waited_for(start) -> None:
     """Nobody was at work where a request did not arrive."""
     fleet = Fleet(registered=set(NAMES), off=set(NAMES))
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
+    dispatcher = start_published(start, fleet)
     assert dispatcher.wait().kind == "starved"
 
 
 def test_a_failure_costs_one_more_request_and_no_server(start) -> None:
     expected = run(start, Fleet(registered={"a"}), 4)
     fleet = Fleet(registered={"a", "b"}, fails_once="p2")
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
-    assert contents([step(dispatcher, fleet, version) for version in range(1, 5)]) == expected
+    dispatcher = start_published(start, fleet)
+    assert contents_of(dispatcher, fleet, 1, 4) == expected
     counts = dispatcher.counts()
     assert counts["source/lost_servers"] == 0 and counts["source/reissued_requests"] == 1
     fleet.fails_once = "p1"
@@ -62,9 +65,8 @@ def test_a_failure_costs_one_more_request_and_no_server(start) -> None:
 def test_a_server_that_fails_at_all_it_is_asked_is_given_up(start) -> None:
     expected = run(start, Fleet(registered={"a"}), 4)
     fleet = Fleet(registered={"a", "b"}, ill={"a"})
-    dispatcher = start(fleet)
-    publish(dispatcher, fleet, 0)
-    assert contents([step(dispatcher, fleet, version) for version in range(1, 5)]) == expected
+    dispatcher = start_published(start, fleet)
+    assert contents_of(dispatcher, fleet, 1, 4) == expected
     assert fleet.registered == {"b"}
 
 

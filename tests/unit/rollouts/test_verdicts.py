@@ -276,7 +276,7 @@ def source(fails: dict, method: str = "grpo", hooks=None, share: float = 0.99) -
         seed=1,
         prompts_per_step=2,
         method=load_method(method, ["reward_shaping.overlong=null"] if method == "dapo" else ()),
-        hooks=None if hooks is None else Resampling(hooks, prompts(4)),
+        hooks=Resampling(hooks or {}, prompts(4)),
         max_excluded_share=share,
     )
     return rollouts_of(sampler, job)

@@ -24,6 +24,19 @@ def answer(scheduler: Scheduler, group: int, version: int = 0) -> None:
         assert scheduler.finished("w", Request(version, group, response))
 
 
+def judge(scheduler: Scheduler, *groups: int, version: int = 0, wanted: bool = True) -> None:
+    """Each is answered, then judged."""
+    for group in groups:
+        answer(scheduler, group, version)
+        scheduler.judged(version, group, wanted=wanted)
+
+
+def publish(scheduler: Scheduler, version: int) -> None:
+    """The worker gets the weights at once."""
+    scheduler.published(version)
+    scheduler.switch("w", version)
+
+
 def requests(scheduler: Scheduler) -> list[tuple[int, int]]:
     """Version and group of what is to be submitted now."""
     return sorted({(request.version, request.group) for _, request in scheduler.assign()})
@@ -32,33 +45,25 @@ def requests(scheduler: Scheduler) -> list[tuple[int, int]]:
 def test_refusals_are_made_up_for_and_what_is_not_needed_is_aborted() -> None:
     scheduler = scheduler_of(FILTERED)
     assert requests(scheduler) == [(0, 0), (0, 1)]
-    answer(scheduler, 0)
-    scheduler.judged(0, 0, wanted=False)
+    judge(scheduler, 0, wanted=False)
     assert requests(scheduler) == [(0, 2)]
-    answer(scheduler, 2)
-    scheduler.judged(0, 2, wanted=False)
+    judge(scheduler, 2, wanted=False)
     assert requests(scheduler) == [(0, 3)]
-    for group in (1, 3):
-        answer(scheduler, group)
-        scheduler.judged(0, group, wanted=True)
+    judge(scheduler, 1, 3)
     assert scheduler.is_ready and scheduler.to_abort() == []
     batch = scheduler.take()
     assert (batch.groups, batch.refused, batch.end) == ([1, 3], [0, 2], 4)
     assert scheduler.end.kept_share.value == 0.6  # 2 of 4, and one of one to begin with
-    scheduler.published(1)
-    scheduler.switch("w", 1)
+    publish(scheduler, 1)
     # (2 + sqrt(2 * 0.4)) / 0.6 = 4.8: the next step begins behind the last group, and ahead.
     assert requests(scheduler) == [(1, 4), (1, 5), (1, 6), (1, 7), (1, 8)]
-    for group in (5, 4):
-        answer(scheduler, group, version=1)
-        scheduler.judged(1, group, wanted=True)
+    judge(scheduler, 5, 4, version=1)
     aborted = {request for _, request in scheduler.to_abort()}
     assert aborted == {Request(1, group, number) for group in (6, 7, 8) for number in range(2)}
     assert scheduler.to_abort() == [], "told once"
     assert not scheduler.finished("w", Request(1, 6, 0))
     assert scheduler.take().groups == [4, 5]
-    scheduler.published(2)
-    scheduler.switch("w", 2)
+    publish(scheduler, 2)
     assert requests(scheduler)[0] == (2, 6), "a prompt that was dropped is the first of the next"
 
 
@@ -78,15 +83,12 @@ def test_a_verdict_on_responses_that_were_dropped_counts_for_nothing() -> None:
     assert (0, 3) in requests(scheduler)
     answer(scheduler, 3)
     scheduler.take()
-    for group in (2, 4):
-        answer(scheduler, group)
-        scheduler.judged(0, group, wanted=True)
+    judge(scheduler, 2, 4)
     assert not scheduler.is_ready, "group 3 is not judged yet"
     scheduler.judged(0, 3, wanted=False)
     assert scheduler.take().groups == [2, 4]
     # The third step is of version 1 and begins with group 5.
-    scheduler.published(1)
-    scheduler.switch("w", 1)
+    publish(scheduler, 1)
     assert requests(scheduler)[0] == (1, 5)
     answer(scheduler, 5, version=1)
     scheduler.judged(0, 5, wanted=True)
@@ -99,9 +101,7 @@ def test_groups_are_admitted_in_time_for_their_weights_and_not_earlier() -> None
     for staleness, groups in ((0, 2), (1, 4), (2, 6)):
         scheduler = scheduler_of(replace(PLAIN, staleness=staleness))
         assert requests(scheduler) == [(0, group) for group in range(groups)]
-        for group in (0, 1):
-            answer(scheduler, group)
-            scheduler.judged(0, group, wanted=True)
+        judge(scheduler, 0, 1)
         scheduler.take()
         assert requests(scheduler) == [], "nothing before the next weights"
         scheduler.published(1)
@@ -112,9 +112,7 @@ def test_groups_are_admitted_in_time_for_their_weights_and_not_earlier() -> None
 def test_in_lockstep_a_worker_ends_its_work_before_it_gets_new_weights() -> None:
     scheduler = scheduler_of(replace(PLAIN, staleness=1))
     scheduler.assign()
-    for group in (0, 1):
-        answer(scheduler, group)
-        scheduler.judged(0, group, wanted=True)
+    judge(scheduler, 0, 1)
     scheduler.take()
     scheduler.published(1)
     assert not scheduler.may_switch("w"), "groups 2 and 3 are of version 0"
@@ -144,8 +142,7 @@ def test_a_run_goes_on_from_its_state() -> None:
     rules = replace(FILTERED, staleness=1)
     first = scheduler_of(rules)
     first.assign()
-    answer(first, 0)
-    first.judged(0, 0, wanted=False)
+    judge(first, 0, wanted=False)
     first.assign()
     answer(first, 2)
     assert first.finished("w", Request(0, 1, 1))

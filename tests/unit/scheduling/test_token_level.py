@@ -50,9 +50,11 @@ class Plain:
         return slots
 
     def begun(self, number: int, begin: int) -> Begun:
+        return Begun(number, begin, begin + max(self.left_of(number)))
+
+    def left_of(self, number: int) -> list[int]:
         count = self.rules.responses_per_group
-        plain = [self.lengths[number, response] for response in range(count)]
-        return Begun(number, begin, begin + max(self.left.get(number, plain)))
+        return self.left.get(number, [self.lengths[number, each] for each in range(count)])
 
     def step(self, step: int) -> tuple[list[int], list[int], int]:
         """Groups that are trained, those that are refused, and the level."""
@@ -77,10 +79,9 @@ class Plain:
         refused = [number for number in passed if not self.wants(number)]
         for group in there:
             self.first_step.setdefault(group.number, step)
-            count = self.rules.responses_per_group
-            plain = [self.lengths[group.number, response] for response in range(count)]
-            left = self.left.get(group.number, plain)
-            self.left[group.number] = [max(0, each - (level - group.begin)) for each in left]
+            passed_tokens = level - group.begin
+            left = [max(0, each - passed_tokens) for each in self.left_of(group.number)]
+            self.left[group.number] = left
         self.unused = [number for number in self.unused if number not in self.first_step]
         for number in (*trained, *refused):
             del self.left[number]

@@ -1,5 +1,7 @@
 """Placement: even loads, groups together where that costs nothing, nothing lost."""
 
+from collections.abc import Iterable
+
 from megatron_rl.scheduling.work import Request, WorkQueue
 
 
@@ -11,10 +13,18 @@ def requests(num_groups: int, num_responses: int, version: int = 0) -> list[Requ
     ]
 
 
-def queue_of(num_workers: int, capacity: int, *, exact: bool = True) -> WorkQueue:
-    queue = WorkQueue(exact=exact)
+def queue_of(num_workers: int, capacity: int) -> WorkQueue:
+    queue = WorkQueue()
     for number in range(num_workers):
         queue.join(f"w{number}", capacity, 0)
+    return queue
+
+
+def assigned(num_workers: int, capacity: int, wanted: Iterable[Request]) -> WorkQueue:
+    """With these requests handed out as far as workers are free."""
+    queue = queue_of(num_workers, capacity)
+    queue.add(wanted)
+    queue.assign()
     return queue
 
 
@@ -27,23 +37,17 @@ def by_worker(queue: WorkQueue) -> dict[str, list[int]]:
 
 
 def test_groups_stay_whole_where_there_are_enough_of_them() -> None:
-    queue = queue_of(num_workers=2, capacity=100)
-    queue.add(requests(num_groups=4, num_responses=3))
-    queue.assign()
+    queue = assigned(2, 100, requests(4, 3))
     assert by_worker(queue) == {"w0": [0, 0, 0, 2, 2, 2], "w1": [1, 1, 1, 3, 3, 3]}
 
 
 def test_groups_are_cut_where_workers_would_stand_idle() -> None:
-    queue = queue_of(num_workers=4, capacity=100)
-    queue.add(requests(num_groups=2, num_responses=6))
-    queue.assign()
+    queue = assigned(4, 100, requests(2, 6))
     assert by_worker(queue) == {"w0": [0] * 3, "w1": [0] * 3, "w2": [1] * 3, "w3": [1] * 3}
 
 
 def test_what_comes_later_goes_where_most_room_is() -> None:
-    queue = queue_of(num_workers=2, capacity=100)
-    queue.add(requests(num_groups=2, num_responses=4))
-    queue.assign()
+    queue = assigned(2, 100, requests(2, 4))
     for response in range(3):
         assert queue.finish("w1", Request(0, 1, response))
     queue.add([Request(0, 2, 0), Request(0, 2, 1)])
@@ -60,9 +64,7 @@ def test_no_more_than_the_capacity_in_prompt_order() -> None:
 
 
 def test_what_a_lost_worker_ran_goes_elsewhere_and_its_late_answer_does_not_count() -> None:
-    queue = queue_of(num_workers=2, capacity=100)
-    queue.add(requests(num_groups=2, num_responses=2))
-    queue.assign()
+    queue = assigned(2, 100, requests(2, 2))
     queue.leave("w0")
     queue.leave("w0")
     assert queue.num_waiting == 2
@@ -73,9 +75,7 @@ def test_what_a_lost_worker_ran_goes_elsewhere_and_its_late_answer_does_not_coun
 
 
 def test_a_failed_request_waits_again() -> None:
-    queue = queue_of(num_workers=1, capacity=1)
-    queue.add([Request(0, 0, 0)])
-    queue.assign()
+    queue = assigned(1, 1, [Request(0, 0, 0)])
     queue.fail("w0", Request(0, 0, 0))
     assert queue.assign() == [("w0", Request(0, 0, 0))]
 
@@ -89,9 +89,7 @@ def test_weights_of_a_request_are_those_of_its_worker_or_where_allowed_newer_one
 
 
 def test_a_worker_keeps_its_weights_while_something_wants_them() -> None:
-    queue = queue_of(num_workers=1, capacity=1)
-    queue.add([Request(0, 0, 0), Request(0, 1, 0)])
-    queue.assign()
+    queue = assigned(1, 1, [Request(0, 0, 0), Request(0, 1, 0)])
     queue.finish("w0", Request(0, 0, 0))
     assert not queue.is_drained("w0"), "one waits"
     queue.assign()
@@ -132,9 +130,7 @@ def test_what_no_worker_has_the_weights_for_is_stranded() -> None:
 
 
 def test_cancelled_requests_are_gone_and_those_that_run_are_named() -> None:
-    queue = queue_of(num_workers=1, capacity=3)
-    queue.add(requests(num_groups=2, num_responses=2))
-    queue.assign()
+    queue = assigned(1, 3, requests(2, 2))
     assert queue.cancel({1}) == [("w0", Request(0, 1, 0))]
     assert (queue.num_waiting, queue.num_running) == (0, 2)
     assert not queue.finish("w0", Request(0, 1, 0))

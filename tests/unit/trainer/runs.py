@@ -12,8 +12,7 @@ from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.evaluation.evaluator import Evaluator
-from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchSampler
-from megatron_rl.rollouts.backends.colocation import Colocation
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines, Colocation, LaunchSampler
 from megatron_rl.rollouts.demonstrations import Demonstrations
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rollouts import Rollouts
