@@ -115,6 +115,7 @@ def test_masked_tokens_are_never_used() -> None:
         {"policy_loss": {"name": "gspo", "low": 0.2, "high": 0.2}},
         {"policy_loss": {"name": "cispo"}},
         {"policy_loss": {"name": "sapo"}},
+        {"policy_loss": {"name": "gmpo"}},
     ):
         for mismatch in ("none", "tis", "icepop", "sequence_mask"):
             data = batch(
@@ -193,6 +194,21 @@ def test_correction_weights_the_gate() -> None:
         same(result.loss[None].detach(), (-first - second + 2 * third) / 2)
         assert data.logprobs.grad is not None
         same(data.logprobs.grad, -first / 4, -second / 4, third)
+
+
+def test_correction_weights_the_geometric_mean() -> None:
+    """On policy gmpo is worth -A, at weights 1/2, 1/2 of two responses: w = 0.5, 2, 1 makes that
+    -1.25 and 2, and both tokens of the first have half of its gradient. A token that icepop drops
+    (w = 0.5, 0, 1) still moves the mean of its response."""
+    sampler = vector(-1 - math.log(0.5), -2 - math.log(8), -3)
+    for mismatch, mean in ((TIS, 1.25), ({"kind": "icepop"}, 0.25)):
+        data = batch(sampler_logprobs=sampler)
+        weighted = plan(policy_loss={"name": "gmpo"}, mismatch=mismatch)
+        result = token_loss(data, weighted)
+        result.loss.backward()
+        same(result.loss[None].detach(), (-mean + 2) / 2)
+        assert data.logprobs.grad is not None
+        same(data.logprobs.grad, -mean / 4, -mean / 4, 1)
 
 
 def test_clip_shares_by_hand() -> None:
