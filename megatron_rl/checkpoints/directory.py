@@ -78,10 +78,7 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
 
 
 def publish(path: Path) -> None:
-    """Gives what ``begin(path)`` made, and this machine has written, its name, without a manifest.
-
-    An older directory of that name is replaced.
-    """
+    """``finish`` without a manifest, of what this machine has written."""
     partial = path.with_name(path.name + PARTIAL)
     for entry in (*partial.rglob("*"), partial):
         to_disk(entry)
@@ -188,8 +185,7 @@ def check_whole(path: Path) -> None:
 def newest_valid(root: Path, below: int | None = None) -> Path | None:
     """The whole checkpoint with the highest step, or None; warns of each newer one that is damaged.
 
-    One process calls this for all: on a shared disk two processes may see different
-    files.
+    One process calls this for all: on a shared disk two processes may see different files.
 
     Args:
         below: only steps under this one.

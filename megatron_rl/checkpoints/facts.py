@@ -23,13 +23,6 @@ SIZES = (
     "num_experts",
 )
 
-KEYS = (
-    "format",
-    "precision.params",
-    "parallel.distributed_optimizer",
-    "model.freeze_vision",
-)
-
 
 def describe(
     arch: Architecture,
@@ -62,7 +55,8 @@ def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, An
     Raises:
         ValueError: they differ; names each difference.
     """
-    pairs = [(key, written[key], wanted[key]) for key in KEYS]
+    plain = [key for key in wanted if key not in ("model", "reference")]
+    pairs = [(key, written[key], wanted[key]) for key in plain]
     for key, value in wanted["model"].items():
         pairs.append((f"the model's {key}", written["model"][key], value))
     problems = [
@@ -93,8 +87,7 @@ def checkpoint_bytes(
 
     Args:
         parameters: see ``num_parameters``.
-        params: number format of the weights.
-        moments: number format of Adam's moments.
+        params: number format of the weights; ``moments``: that of Adam's moments.
         reference: whether reference weights are kept.
 
     Example: 7.6e9 parameters in bfloat16 with float32 moments take 2 + 4 + 8 bytes each, 106 GB.

@@ -24,7 +24,7 @@ from megatron_rl.checkpoints import nemo_format
 from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings, saved_bytes
-from megatron_rl.checkpoints.safe_load import INDEX, read_index
+from megatron_rl.checkpoints.safe_load import COMMON, INDEX, read_index
 from megatron_rl.checkpoints.sealing import Receipt, index, receipt_path
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
@@ -179,7 +179,7 @@ def write(
     written.add(receipt_path(path, 0).read_bytes())
     (path / INDEX).write_bytes(pickle.dumps(index(written.stored)))
     receipt_path(path, 0).unlink()
-    torch.save({}, path / "common.pt")
+    torch.save({}, path / COMMON)
     (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
 
 

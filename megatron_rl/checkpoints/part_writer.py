@@ -116,11 +116,6 @@ class PartWriter:
             self._threads[-1].start()
         self._last = threading.Thread(target=self._finish, daemon=True)
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to do, or it has failed."""
-        return self._last.ident is not None and not self._last.is_alive()
-
     def copy(self, values: Tensor, start: int, places: Sequence[ArrayLocation]) -> None:
         """Takes the elements from ``start`` on of a tensor, one row of ``values``.
 
@@ -235,20 +230,17 @@ class PartWriter:
         if self.error is not None:
             return
         try:
-            self._write_receipt()
+            for name, data in self._small_files:
+                _write_file(self._folder / name, data)
+                self._receipt.digests[name] = xxhash.xxh3_128(data).hexdigest()
+            # Complete when it has its name: then it may be read.
+            path = receipt_path(self._folder, self._rank)
+            partial = path.with_name(f"{path.name}.tmp")
+            _write_file(partial, self._receipt.to_json())
+            partial.rename(path)
+            to_disk(self._folder)
         except Exception as error:  # noqa: BLE001 (as in ``_work``)
             self.error = error
-
-    def _write_receipt(self) -> None:
-        for name, data in self._small_files:
-            _write_file(self._folder / name, data)
-            self._receipt.digests[name] = xxhash.xxh3_128(data).hexdigest()
-        # Complete when it has its name: then it may be read.
-        path = receipt_path(self._folder, self._rank)
-        partial = path.with_name(f"{path.name}.tmp")
-        _write_file(partial, self._receipt.to_json())
-        partial.rename(path)
-        to_disk(self._folder)
 
 
 def _yield_to_the_run() -> None:

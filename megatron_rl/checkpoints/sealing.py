@@ -114,7 +114,13 @@ def index(stored: Sequence[StoredItem]) -> Metadata:
         assert at not in places, f"{item.key} was written twice at {at.offset}"
         places[at] = _StorageInfo(item.file, item.offset, item.length)
     for key, array in arrays.items():
-        _check_whole(key, array)
+        if isinstance(array, BytesStorageMetadata):
+            continue
+        # No rectangle is there twice, and ranks cut arrays into disjoint ones: they cover an array
+        # when they have as many elements.
+        written = sum(math.prod(chunk.sizes) for chunk in array.chunks)
+        wanted = math.prod(array.size)
+        assert written == wanted, f"{written} of the {wanted} elements of {key} were written"
     return Metadata(
         state_dict_metadata=arrays,
         storage_data=places,
@@ -132,17 +138,5 @@ def _add_chunk(arrays: dict[str, Any], chunk: Chunk) -> int:
         f"{chunk.key} is {tuple(array.size)} of {array.properties.dtype} on one rank and"
         f" {tuple(size)} of {chunk.dtype} on another"
     )
-    shape = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-    array.chunks.append(shape)
+    array.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
     return len(array.chunks) - 1
-
-
-def _check_whole(key: str, array: TensorStorageMetadata | BytesStorageMetadata) -> None:
-    if isinstance(array, BytesStorageMetadata):
-        return
-    # No rectangle is there twice (``index``), and ranks cut arrays into disjoint ones: they cover
-    # an array when they have as many elements.
-    written = sum(math.prod(chunk.sizes) for chunk in array.chunks)
-    assert written == math.prod(array.size), (
-        f"{written} of the {math.prod(array.size)} elements of {key} were written"
-    )

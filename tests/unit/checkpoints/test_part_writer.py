@@ -222,7 +222,7 @@ def test_an_error_that_comes_when_the_file_is_closed_ends_the_writing(tmp_path):
     writer.add_object("object", b"far less than the buffer of the file")
     writer.close()
     writer.join(20.0)
-    assert writer.done and isinstance(writer.error, OSError)
+    assert not writer._last.is_alive() and isinstance(writer.error, OSError)
 
 
 def test_a_run_of_lower_priority_than_its_threads_would_have_writes_too(tmp_path, monkeypatch):
