@@ -42,7 +42,15 @@ _FIRST_TORCH_ON_CUDA = (2, 11)
 # that hangs is the heartbeat. Every group of a run gets this limit: torch's own are 10 and 30
 # minutes, and gloo overflows at 10 years.
 NO_LIMIT = timedelta(days=365)
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What torchrun sets, with the values of a world of one.
+_ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,8 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
     card = (uuid.uuid4().hex[:12], socket.gethostname(), os.getpid())
     cards = gather_objects(card, control)
     peers = [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)]
-    failure.joined(rank, peers)
+    failure.STATE.rank = rank
+    failure.STATE.peers = peers
     launch_id = cards[0][0]
     heartbeat = Heartbeat(rank, peers)
     return World(rank, size, local_rank, launch_id, control, local_size, heartbeat)
@@ -205,25 +214,18 @@ def _complete_variables() -> None:
     Raises:
         ValueError: some are set and others not.
     """
-    present = [name for name in _VARIABLES if name in os.environ]
+    present = [name for name in _ALONE if name in os.environ]
     for name in present:
         if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
             raise ValueError(f"launch: {name} = {os.environ[name]!r}: not a number; see torchrun")
-    if present and len(present) < len(_VARIABLES):
-        missing = ", ".join(sorted(set(_VARIABLES) - set(present)))
+    if present and len(present) < len(_ALONE):
+        missing = ", ".join(sorted(_ALONE.keys() - set(present)))
         raise ValueError(
             f"launch: {missing} not set although {', '.join(present)} is; start with torchrun, or"
             " unset them"
         )
     if not present:
-        os.environ.update(
-            RANK="0",
-            WORLD_SIZE="1",
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="0",
-        )
+        os.environ.update(_ALONE)
 
 
 def refuse_old_torch(version: str) -> None:

@@ -10,7 +10,7 @@ import functools
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from megatron_rl.runtime.guard import parent
@@ -95,7 +95,5 @@ def raise_limit(pid: int) -> int:
 def raise_limit_of_torchrun() -> None:
     """Raises the limit of the parent of this process, which holds a connection to every rank of the
     launch where it serves their store."""
-    try:
+    with suppress(PermissionError, ProcessLookupError):  # another user's, or it ends
         raise_limit(os.getppid())
-    except (PermissionError, ProcessLookupError):  # another user's, or it ends
-        return

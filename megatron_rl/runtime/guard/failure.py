@@ -120,12 +120,6 @@ def _first_of_all_machines() -> bool:
 STATE = State()
 
 
-def joined(rank: int, peers: list[Peer]) -> None:
-    """Notes that this rank has met all others."""
-    STATE.rank = rank
-    STATE.peers = peers
-
-
 def saved(step: int) -> None:
     """Notes that the state after ``step`` is on the disk, for the message of an interruption."""
     STATE.saved_step = step

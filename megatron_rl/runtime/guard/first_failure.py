@@ -161,9 +161,7 @@ def bounded(action: Callable[[], bool]) -> bool:
     thread = threading.Thread(target=lambda: answers.append(action()), daemon=True)
     thread.start()
     thread.join(STORE_S)
-    if not answers:
-        return True
-    return answers[0]
+    return answers[0] if answers else True
 
 
 def connect(timeout_s: float = 30.0) -> Any:

@@ -242,12 +242,11 @@ class Heartbeat:
 
     def _announce(self, text: str) -> None:
         """Tells the other machines what this one ends with."""
-        cause = text.removeprefix("error: ")
 
         def tell() -> bool:
             try:
                 store = connect()
-                store.compare_set(_CAUSE, "", cause)
+                store.compare_set(_CAUSE, "", text.removeprefix("error: "))
                 return store.add(_ALARM, 1) > 0
             except RuntimeError:  # the store is gone, and the other machines see that
                 return False

@@ -51,7 +51,12 @@ def hold(folder: Path, launch_id: str) -> None:
         if error.errno not in _WITHOUT_LOCKS:
             holder = _holder(descriptor)
             os.close(descriptor)
-            raise _refusal(folder, holder, error) from None
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            raise ValueError(
+                f"run_dir = {folder}: another run is using it ({holder}); wait until it ends, stop"
+                " it, or give another run_dir"
+            ) from None
         logger.warning(
             "run_dir = %s: its file system has no locks (%s); a second run would not be noticed",
             folder,
@@ -87,15 +92,6 @@ def _holder(descriptor: int) -> str:
         return "host {host}, process {pid}, launch {launch}, since {since}".format(**holder)
     except (ValueError, KeyError, TypeError):
         return "a process that has not signed yet"  # read between its lock and its signature
-
-
-def _refusal(folder: Path, holder: str, error: OSError) -> Exception:
-    if error.errno not in (errno.EACCES, errno.EAGAIN):
-        return error
-    return ValueError(
-        f"run_dir = {folder}: another run is using it ({holder}); wait until it ends, stop it, "
-        "or give another run_dir"
-    )
 
 
 def holder(folder: Path) -> str | None:
