@@ -55,8 +55,7 @@ def check(
         problems += machine_problems(config, machine, hf_config)
     if problems:
         raise ConfigError(problems, "the configuration")
-    for warning in _unusual(config):
-        logger.warning("%s", warning)
+    _warn_of_unusual(config)
 
 
 def num_optimizer_steps(config: Config) -> int:
@@ -201,13 +200,13 @@ def _weights_in_fp8(config: Config, fp8: Fp8Config) -> Iterator[str]:
         yield f"{key}: an exchange with the reference's weights would round; set it to false"
 
 
-def _unusual(config: Config) -> Iterator[str]:
+def _warn_of_unusual(config: Config) -> None:
     """Settings that a short trial of a long run may have on purpose, and that are else mistakes."""
     optim = config.optim
     steps = num_optimizer_steps(config)
     if optim.warmup_steps > steps:
         reached = optim.learning_rate * steps / optim.warmup_steps
-        yield (
+        logger.warning(
             f"optim.warmup_steps = {optim.warmup_steps}: the run has {steps} optimizer steps, so"
             f" the learning rate ends at {reached:.3g} and never reaches optim.learning_rate ="
             f" {optim.learning_rate:g}; lower it, or raise trainer.num_steps"

@@ -39,13 +39,7 @@ def engine_side(
 ) -> tuple[list[str], dict[str, Any] | None]:
     """Problems of a program that asks a model, with or without training, and the model's
     ``config.json``; None where it cannot be read."""
-    problems = [
-        *evaluation_problems(config.evaluation),
-        *stall_problems(config),
-        *model_folder_problems(config),
-        *data_problems("data.eval", config.data.eval),
-        *seed_problems(config, world_size),
-    ]
+    problems = [*_evaluation(config.evaluation), *_without_the_model(config, world_size)]
     file = Path(config.model.path) / "config.json"
     try:
         hf_config = read_model_config(file, architectures) if file.is_file() else None
@@ -53,8 +47,8 @@ def engine_side(
         return [*problems, str(error)], None
     if hf_config is not None:
         on_cpu = machine is not None and machine.compute_capability is None
-        problems += engine_layout_problems(config, hf_config)
-        problems += cache_problems(config, hf_config, on_cpu=on_cpu)
+        problems += _with_the_model(config, hf_config)
+        problems += _cache(config, hf_config, on_cpu=on_cpu)
     return problems, hf_config
 
 
@@ -64,7 +58,7 @@ def replica_problems(config: Config, world_size: int) -> Iterator[str]:
     yield from undivided(key, config.rollout.ranks, world_size, "processes", "the")
 
 
-def evaluation_problems(evaluation: EvaluationConfig) -> Iterator[str]:
+def _evaluation(evaluation: EvaluationConfig) -> Iterator[str]:
     """The responses to a held-out prompt are too few, or all the same."""
     for k in evaluation.pass_at:
         if k > evaluation.responses_per_prompt:
@@ -79,21 +73,25 @@ def evaluation_problems(evaluation: EvaluationConfig) -> Iterator[str]:
         )
 
 
-def stall_problems(config: Config) -> Iterator[str]:
-    """A reward function works without a sign of life for as long as it may."""
+def _without_the_model(config: Config, world_size: int) -> Iterator[str]:
+    """Time limits, the folder of the model, held-out data and seeds of the engines."""
     limit = config.trainer.stall_limit_s
+    # A reward function works without a sign of life for as long as it may.
     if limit <= config.reward.function_timeout_s:
         yield (
             f"trainer.stall_limit_s = {limit:g}: not above reward.function_timeout_s ="
             f" {config.reward.function_timeout_s:g}, so a slow reward function would end the run;"
             " raise it"
         )
-
-
-def seed_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Replica r of the engine is seeded with ``seed + r``, in 32 bits."""
+    model = Path(config.model.path)
+    if not model.is_dir():
+        yield f"model.path = {model}: no such folder; give a HF directory"
+    elif not (model / "config.json").is_file():
+        yield f"model.path = {model}: no config.json in it; give a HF directory"
+    yield from data_problems("data.eval", config.data.eval)
+    # Replica r is seeded with seed + r: the last one with seed + replicas - 1, and the largest
+    # number of 32 bits is 2**32 - 1.
     replicas = max(1, world_size // config.rollout.ranks)
-    # The last one has seed + replicas - 1, and the largest number of 32 bits is 2**32 - 1.
     if config.seed + replicas > 2**32:
         yield (
             f"seed = {config.seed}: {replicas} engines take this and the next {replicas - 1}; give"
@@ -101,16 +99,7 @@ def seed_problems(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def model_folder_problems(config: Config) -> Iterator[str]:
-    """``model.path`` is no model."""
-    model = Path(config.model.path)
-    if not model.is_dir():
-        yield f"model.path = {model}: no such folder; give a HF directory"
-    elif not (model / "config.json").is_file():
-        yield f"model.path = {model}: no config.json in it; give a HF directory"
-
-
-def engine_layout_problems(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
+def _with_the_model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     """The model does not suit the layout or the lengths of the engine."""
     yield from rollout_problems(model_sizes(hf_config), config.rollout)
     if config.rollout.pipeline > 1 and "vision_config" in hf_config:
@@ -132,7 +121,7 @@ def position_problems(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> I
         )
 
 
-def cache_problems(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
+def _cache(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
     """One message when ``rollout.kv_cache_gib`` cannot hold one sequence of the longest kind."""
     rollout = config.rollout
     if rollout.kv_cache_gib is None:
