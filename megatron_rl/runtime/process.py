@@ -11,7 +11,6 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 from megatron_rl.runtime.guard import parent
 from megatron_rl.runtime.guard.failure import STATE, exit_process, report
@@ -21,18 +20,11 @@ from megatron_rl.runtime.guard.signals import answer_termination
 _ENOUGH_FILES = 2**20
 
 
-class Launched(NamedTuple):
-    """What torchrun says of this process: ``local_size`` processes on its machine; None without
-    torchrun."""
-
-    rank: int
-    local_size: int | None
-
-
-def launched() -> Launched:
-    """How this process was started, before any process group exists."""
+def launched() -> tuple[int, int | None]:
+    """The rank of this process and how many torchrun has started on its machine (None without
+    torchrun), before any process group exists."""
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Launched(STATE.rank, int(local_size) if local_size.isdecimal() else None)
+    return STATE.rank, int(local_size) if local_size.isdecimal() else None
 
 
 @functools.cache

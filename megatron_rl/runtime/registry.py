@@ -117,12 +117,6 @@ class Lease:
 
 
 @dataclass
-class _Seen:
-    registration: Registration
-    changed_at: float
-
-
-@dataclass
 class Registry:
     """What the trainer sees of ``run_dir/servers``.
 
@@ -133,14 +127,15 @@ class Registry:
     folder: Path
     clock: Callable[[], float] = time.monotonic
     settings: Mapping[str, str] = field(default_factory=dict)
-    _seen: dict[str, _Seen] = field(default_factory=dict)
+    # By name, with the time of its last change.
+    _seen: dict[str, tuple[Registration, float]] = field(default_factory=dict)
     _malformed: set[str] = field(default_factory=set)
     _removed: set[str] = field(default_factory=set)
 
     def look(self) -> dict[str, Registration]:
         """The servers that have written within their lease, by name."""
         now = self.clock()
-        present: dict[str, _Seen] = {}
+        present: dict[str, tuple[Registration, float]] = {}
         for path in sorted(self.folder.glob("*.json")):
             if path.stem in self._removed:
                 path.unlink(missing_ok=True)  # its server was writing while it was removed
@@ -150,15 +145,16 @@ class Registry:
                 continue
             # Any change counts, not only a larger beat: a server that was started again begins with
             # beat 0.
-            seen = self._seen.get(registration.name)
-            if seen is None or seen.registration != registration:
-                seen = _Seen(registration, now)
-            present[registration.name] = seen
+            before, changed_at = self._seen.get(registration.name, (None, now))
+            present[registration.name] = (
+                registration,
+                changed_at if before == registration else now,
+            )
         self._seen = present
         return {
-            name: seen.registration
-            for name, seen in present.items()
-            if now - seen.changed_at <= seen.registration.lease_s
+            name: registration
+            for name, (registration, changed_at) in present.items()
+            if now - changed_at <= registration.lease_s
         }
 
     def remove(self, name: str) -> None:
@@ -177,8 +173,7 @@ class Registry:
                 raise
             # On NFS: its server has replaced the file since it was opened. The next look sees the
             # new one; until then the server is where it was.
-            seen = self._seen.get(path.stem)
-            return None if seen is None else seen.registration
+            return self._seen[path.stem][0] if path.stem in self._seen else None
         except MalformedMessageError as error:
             self._warn_once(path, str(error))
             return None

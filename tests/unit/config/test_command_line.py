@@ -50,7 +50,7 @@ def test_a_multirun_that_cannot_be_started_says_what_to_type(monkeypatch):
         arguments(["seed=1", "--out", "here"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=r"started without; .*--nproc 8 --multirun seed=1,2$"):
-        arguments(["seed=1,2", "-m"], launched().local_size)
+        arguments(["seed=1,2", "-m"], launched()[1])
 
 
 def test_info_lists_groups_and_the_options_of_one(capsys):
