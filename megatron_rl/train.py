@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_sweep(options: argparse.Namespace) -> int:
-    """Says which sweep is meant, so that it can be gone on with, and starts it."""
+    """Prints the command of the sweep that is meant, for the next start, and starts it."""
     from megatron_rl import sweep
 
     words = words_of_sweep(options)

@@ -10,7 +10,6 @@ import numpy as np
 from megatron_rl.reporting.row_file import read_rows
 
 Row = dict[str, float | int | None]  # a value that was not finite is null
-Series = tuple[list[int], list[float]]  # steps, values
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -28,7 +27,7 @@ def read_metrics(path: Path) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def series(rows: Sequence[Row], key: str) -> Series:
+def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     """The steps that have ``key``, and its values."""
     steps = []
     values = []

@@ -21,8 +21,6 @@ _ROWS = {
     "time/step_s": ("step [s]", "{:.2f}"),
 }
 
-_EXCLUDED = "reward/excluded_share"
-
 
 def report(metrics_jsonl: Path) -> str:
     """First and last value of each headline metric, and their difference.
@@ -63,7 +61,7 @@ def _change(first: float | None, last: float | None, form: str) -> str:
 
 def _excluded(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """A line with the mean share of responses without a verdict, and the step with most of them."""
-    steps, shares = series(rows, _EXCLUDED)
+    steps, shares = series(rows, "reward/excluded_share")
     if not steps:
         return []
     most = max(shares)

@@ -11,8 +11,9 @@ from megatron_rl.engine.requirements import check_start
 from megatron_rl.errors import ConfigError
 from megatron_rl.models import read_architecture
 from megatron_rl.models.base import vision_problems
+from megatron_rl.reporting.comparison.runs import METRICS, SAMPLES
 from megatron_rl.reporting.row_file import check_rows
-from megatron_rl.run.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, ResumePoint
+from megatron_rl.run.start import CHECKPOINTS, EXPORTS, ResumePoint
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.guard import lock
 from megatron_rl.runtime.guard.first_failure import FAILED_HOST

@@ -25,6 +25,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
 from megatron_rl.protocols import Policy, RolloutSource, Saving
 from megatron_rl.reporting.comparison.panels import draw_curves
+from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE, SAMPLES
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import archive_rows, replace_text
@@ -36,11 +37,7 @@ from megatron_rl.run.preflight import claim
 from megatron_rl.run.run_record import describe, listed
 from megatron_rl.run.start import (
     CHECKPOINTS,
-    CONFIG,
     EXPORTS,
-    METRICS,
-    REQUEUE,
-    SAMPLES,
     ResumePoint,
     find_resume_point,
     has_best,
@@ -252,7 +249,7 @@ class RunFolder:
             policy.export(self.path / "export")
         if self._world.is_main:
             (self.path / REQUEUE).unlink(missing_ok=True)
-            draw_curves(self.path / METRICS, self.path / "curves.png")
+            draw_curves(self.path / METRICS, self.path / CURVES)
             print(report(self.path / METRICS), flush=True)
             self._close()
             print(f"finished: {results(self._config, self.scores)}", flush=True)
@@ -274,7 +271,7 @@ class RunFolder:
         self._archive(start)
         self._note_changes(start)
         # Of a run that was made longer: a folder with the figure is taken for one that has ended.
-        (self.path / "curves.png").unlink(missing_ok=True)
+        (self.path / CURVES).unlink(missing_ok=True)
         replace_text(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
         self._writers.append(MetricsFile(self.path / METRICS))
         if wanted.console:

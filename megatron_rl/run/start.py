@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.checkpoints import directory
 from megatron_rl.config.schema import Config
+from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import check_rows
@@ -19,14 +20,10 @@ from megatron_rl.run.run_record import Difference, describe, differences, listed
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.launch import World
 
-CONFIG = "config.json"
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
 CHECKPOINTS = "checkpoints"
 EXPORTS = "exports"
 STACKS = "stacks"
 LOGS = "logs"
-REQUEUE = "requeue"  # while a run that was stopped on request waits to be resumed
 _LARGE_BYTES = 10**10
 logger = logging.getLogger(__name__)
 
@@ -96,7 +93,7 @@ def finished_text(config: Config) -> str | None:
     scores = scores_until(config, step)
     exported = not config.checkpoint.export_at_end or (folder / "export" / "config.json").is_file()
     # The figure is the last thing that a run writes.
-    whole = exported and (folder / "curves.png").is_file() and not (folder / REQUEUE).exists()
+    whole = exported and (folder / CURVES).is_file() and not (folder / REQUEUE).exists()
     over = step == config.trainer.num_steps or scores.exhausted
     if changes or not whole or not over:
         return None
@@ -107,7 +104,7 @@ def finished_text(config: Config) -> str | None:
 def results(config: Config, scores: Scores) -> str:
     """The locations of all results, for the last line of a run."""
     folder = Path(config.run_dir)
-    places = [f"run_dir {folder} ({METRICS}, curves.png)"]
+    places = [f"run_dir {folder} ({METRICS}, {CURVES})"]
     if config.checkpoint.export_at_end:
         places.append(f"export {folder / 'export'}")
     if scores.best is not None:

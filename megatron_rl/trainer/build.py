@@ -56,7 +56,6 @@ from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
 
-Decode = Callable[[Sequence[int]], str]
 logger = logging.getLogger(__name__)
 
 
@@ -161,7 +160,7 @@ def build_demonstrations(
 
 
 def build_post_rollout(
-    config: Config, world: World, folder: RunFolder, decode: Decode
+    config: Config, world: World, folder: RunFolder, decode: Callable[[Sequence[int]], str]
 ) -> PostRollout:
     chosen = config.rollout_hooks.items()
     hooks = {name: knobs for name, knobs in chosen if not ROLLOUT_HOOKS[name].resamples}

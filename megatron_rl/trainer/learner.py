@@ -91,7 +91,7 @@ class Learner:
         return replace(experience, old=self._scores(experience))
 
     def _with_num_sampled(self, experience: Experience) -> Experience:
-        """Collective where responses have tokens that nobody sampled."""
+        """Collective where responses have tokens that were not sampled."""
         sampled = experience.responses.tokens.columns.get("sampled")
         if sampled is None:
             return experience
@@ -193,7 +193,7 @@ class Learner:
         }
 
     def _update(self, minibatch: Minibatch, placed: Placed) -> UpdateResult:
-        """Collective: one optimizer step; with the old scores where nobody had them."""
+        """Collective: one optimizer step; with the old scores where there were none."""
         experience = minibatch.experience
         loss = MinibatchLoss(
             self.method, self.signals, experience, minibatch.rows, placed.tokens, placed.local

@@ -95,10 +95,9 @@ class Placement:
     def _route(self, experience: Experience, plan: Plan, rows: Sequence[int]) -> Route:
         """From their owners to where ``plan`` wants ``rows``; the others go nowhere."""
         responses = experience.responses
-        nobody = np.full(len(responses), -1)
-        source = nobody.copy()
+        source = np.full(len(responses), -1)  # of no rank
         source[rows] = responses.holders[rows]
-        target = nobody.copy()
+        target = np.full(len(responses), -1)
         target[rows] = owning_ranks([plan], len(responses), self.sharding.owners)[rows]
         return Route(responses.lengths, source, target)
 

@@ -20,7 +20,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 EVALUATION = "evaluation"
 CURVES = "curves.png"
-REQUEUE = "requeue"
+REQUEUE = "requeue"  # while a run that was stopped on request waits to be resumed
 ABSENT = "(absent)"
 
 Record = Mapping[str, Any]  # config.json
