@@ -28,13 +28,14 @@ def config(tmp_path: Path) -> Callable[..., Config]:
             f"run_dir={tmp_path / 'run'}",
             "precision=fp32",
         ]
-        return validate(
-            Config,
-            compose("config", [*common, "model.make_vocab_divisible_by=1", *overrides]),
-            "test",
-        )
+        values = compose("config", [*common, "model.make_vocab_divisible_by=1", *overrides])
+        return validate(Config, values, "test")
 
     return config
+
+
+def check(config: Config, start: ResumePoint | None = None, *, reference: bool = False) -> None:
+    preflight.check_before_build(config, start or ResumePoint(None, 0), reference)
 
 
 def test_the_room_for_a_checkpoint_and_the_export_is_looked_at_before(
@@ -51,16 +52,14 @@ def test_the_room_for_a_checkpoint_and_the_export_is_looked_at_before(
         r"run_dir = .*run: no space left .* one checkpoint takes 10\d\d.\d\d GB and the export 14\d"
     )
     with pytest.raises(ValueError, match=said) as caught:
-        preflight.check_before_build(config(*bf16), ResumePoint(None, 0), keep_reference=False)
+        check(config(*bf16))
     assert "are free there; delete files, or give a run_dir on another disk" in str(caught.value)
-    preflight.check_before_build(
-        config(*bf16, "checkpoint.export_at_end=false"), ResumePoint(None, 0), keep_reference=False
-    )
+    check(config(*bf16, "checkpoint.export_at_end=false"))
     assert "checkpoint.keep = 2 will fill the disk" in caplog.text
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 4 * needed)
     with caplog.at_level(logging.WARNING):
         caplog.clear()
-        preflight.check_before_build(config(*bf16), ResumePoint(None, 0), keep_reference=True)
+        check(config(*bf16), reference=True)
     assert caplog.text == ""
 
 
@@ -68,7 +67,7 @@ def test_an_engine_that_cannot_be_built_is_refused(config, tmp_path, monkeypatch
     write_large_config(tmp_path / "model")
     monkeypatch.setattr(requirements, "version", lambda name: "0.25.1")
     with pytest.raises(ValueError, match=r"rollout: vllm 0\.25\.1 is installed"):
-        preflight.check_before_build(config(), ResumePoint(None, 0), keep_reference=False)
+        check(config())
 
 
 def checkpoint(tmp_path: Path, **changes: object) -> Path:
@@ -99,13 +98,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_its_manifest(
 ):
     start = ResumePoint(checkpoint(tmp_path, **changes), 1)
     with pytest.raises(ValueError, match=f"step_000001 does not fit this run: .*{why}"):
-        preflight.check_before_build(config(*overrides), start, keep_reference=reference)
+        check(config(*overrides), start, reference=reference)
 
 
 def test_a_checkpoint_that_fits_passes(config, tmp_path):
-    preflight.check_before_build(
-        config(), ResumePoint(checkpoint(tmp_path), 1), keep_reference=False
-    )
+    check(config(), ResumePoint(checkpoint(tmp_path), 1))
 
 
 def test_wandb_online_without_a_key_is_said_in_one_line_and_without_network(

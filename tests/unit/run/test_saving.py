@@ -9,6 +9,8 @@ import pytest
 from megatron_rl.run import run_folder
 from megatron_rl.runtime.guard import failure
 
+EVERY_SECOND = ("trainer.num_steps=5", "checkpoint.every_steps=2", "checkpoint.keep=5")
+
 
 def names(trainer) -> list[str]:
     return sorted(path.name for path in (trainer.folder.path / "checkpoints").iterdir())
@@ -23,7 +25,7 @@ def noted(monkeypatch) -> list[int]:
 
 def test_a_checkpoint_is_written_while_the_next_step_runs(build, monkeypatch):
     saved = noted(monkeypatch)
-    trainer = build("trainer.num_steps=5", "checkpoint.every_steps=2", "checkpoint.keep=5")
+    trainer = build(*EVERY_SECOND)
     trainer.run()
     second, fourth, last = trainer.learner.policy.savings
     # Not whole at once, whole at the look after the next step.
@@ -34,15 +36,9 @@ def test_a_checkpoint_is_written_while_the_next_step_runs(build, monkeypatch):
 
 
 def test_what_is_written_is_the_state_of_its_step(build):
-    behind = build("trainer.num_steps=5", "checkpoint.every_steps=2", "checkpoint.keep=5", run="a")
+    behind = build(*EVERY_SECOND, run="a")
     behind.run()
-    waited = build(
-        "trainer.num_steps=5",
-        "checkpoint.every_steps=2",
-        "checkpoint.keep=5",
-        "checkpoint.background=false",
-        run="b",
-    )
+    waited = build(*EVERY_SECOND, "checkpoint.background=false", run="b")
     waited.run()
     assert waited.learner.policy.savings == [] and names(behind) == names(waited)
     for name in names(behind):

@@ -32,6 +32,11 @@ def trials(out: Path, *overrides: str) -> list[Trial]:
     return make_trials([*NEEDED, *overrides], out, Root())
 
 
+def sweep(out: Path, *words: str, nproc: int = 1) -> int:
+    """The exit code of a sweep, its runs one at a time unless ``words`` say otherwise."""
+    return main(["--out", str(out), "--nproc", str(nproc), *NEEDED, *words])
+
+
 def program(source: str):
     """A command for every trial: ``source`` with the trial's folder as ``folder``."""
 
@@ -78,8 +83,8 @@ def test_a_failed_run_is_named_with_its_reason_and_the_others_run_all_the_same(
         f"told and Path(file).write_text({json.dumps(message)!r})\n"
         "sys.exit({'seed-2': 3, 'seed-3': 4}.get(folder.name, 0))"
     )
-    words = ["--out", str(tmp_path), "--nproc", "2", "--parallel", "2", *NEEDED, "seed=1,2,3"]
-    assert main(words) == 1
+    words = ["--parallel", "2", "seed=1,2,3"]
+    assert sweep(tmp_path, *words, nproc=2) == 1
     said = capsys.readouterr()
     assert f"--- {tmp_path}/seed-1: finished in " in said.out
     log = f"{tmp_path}/seed-2/console.log"
@@ -90,22 +95,21 @@ def test_a_failed_run_is_named_with_its_reason_and_the_others_run_all_the_same(
     last = said.err.splitlines()[-1]
     assert last == f"error: 2 of 3 runs failed: {tmp_path}/seed-2, {tmp_path}/seed-3"
     assert "not in the table, because not finished: seed-2, seed-3" in said.out
-    assert main(words) == 1
+    assert sweep(tmp_path, *words, nproc=2) == 1
     text = Path(log).read_text()
     assert text.count("what went wrong") == 2, "the output of the second start is added"
 
 
 def test_a_single_run_at_a_time_has_the_console(tmp_path, stand_in, capfd):
     stand_in("print('on the console')")
-    assert main(["--out", str(tmp_path), "--nproc", "1", *NEEDED, "seed=1,2"]) == 0
+    assert sweep(tmp_path, "seed=1,2") == 0
     assert capfd.readouterr().out.count("on the console") == 2
     assert not list(tmp_path.glob("*/console.log"))
 
 
 def test_equal_runs_are_started_once(tmp_path, stand_in, capsys):
     stand_in("open(folder.parent / folder.name.replace('.', '_'), 'x')")
-    words = ["--out", str(tmp_path), "--nproc", "1", *NEEDED, "optim.clip_grad=1,1.0,2"]
-    assert main(words) == 0
+    assert sweep(tmp_path, "optim.clip_grad=1,1.0,2") == 0
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["optim_clip_grad-1", "optim_clip_grad-2"]
     assert "optim.clip_grad-1.0: the same run as optim.clip_grad-1\n" in capsys.readouterr().out
@@ -125,8 +129,7 @@ def test_a_run_that_is_alive_elsewhere_is_neither_started_nor_failed(tmp_path, s
     stand_in("(folder / 'started').touch()")
     other = held(tmp_path / "seed-1")
     try:
-        words = ["--out", str(tmp_path), "--nproc", "1", "--parallel", "2", *NEEDED, "seed=1,2"]
-        assert main(words) == 0
+        assert sweep(tmp_path, "--parallel", "2", "seed=1,2") == 0
     finally:
         end(other)
     assert not (tmp_path / "seed-1" / "started").exists()
@@ -155,8 +158,7 @@ def test_a_run_that_another_start_was_quicker_to_take_has_not_failed(tmp_path):
 
 def test_a_run_that_was_stopped_on_request_is_not_done(tmp_path, stand_in, capsys):
     stand_in("(folder / 'requeue').write_text('3')")
-    words = ["--out", str(tmp_path), "--nproc", "1", "--parallel", "2", *NEEDED, "seed=1,2"]
-    assert main(words) == 0
+    assert sweep(tmp_path, "--parallel", "2", "seed=1,2") == 0
     assert "stopped on request: seed-1, seed-2; the same command" in capsys.readouterr().out
 
 

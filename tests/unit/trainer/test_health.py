@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,17 @@ from megatron_rl.rollouts.rows.metrics import update_metrics
 from megatron_rl.trainer.bundle import read_bundle
 from megatron_rl.trainer.health import Health
 from tests.unit.trainer.runs import rows
+
+THIRD_STOPS = (
+    "nonfinite.stop_after=3",
+    "evaluation.every_steps=0",
+    "evaluation.at_start=false",
+)
+
+
+def health(write, *, stop_after=None, abort_above=None) -> Health:
+    nonfinite = NonFiniteConfig(stop_after=stop_after, bundle_step=None)
+    return Health(nonfinite, MismatchLimits(warn_above=None, abort_above=abort_above), write)
 
 
 def with_bad_references(trainer, bad):
@@ -40,12 +52,7 @@ def with_bad_references(trainer, bad):
 def test_a_loss_that_is_not_a_number_is_warned_skipped_and_counted_and_a_good_step_ends_the_row(
     build, caplog
 ):
-    trainer = build(
-        "trainer.num_steps=4",
-        "nonfinite.stop_after=3",
-        "evaluation.every_steps=0",
-        "evaluation.at_start=false",
-    )
+    trainer = build("trainer.num_steps=4", *THIRD_STOPS)
     with_bad_references(trainer, bad={2, 4}).run()
     metrics = rows(trainer)
     assert [row["optim/skipped"] for row in metrics] == [0, 2, 0, 2], "two minibatches a step"
@@ -62,13 +69,7 @@ def test_a_loss_that_is_not_a_number_is_warned_skipped_and_counted_and_a_good_st
 
 
 def test_a_row_of_skipped_steps_stops_the_run_with_a_bundle(build):
-    trainer = build(
-        "trainer.num_steps=9",
-        "nonfinite.stop_after=3",
-        "evaluation.every_steps=0",
-        "evaluation.at_start=false",
-    )
-    with_bad_references(trainer, bad=set(range(2, 99)))
+    trainer = with_bad_references(build("trainer.num_steps=9", *THIRD_STOPS), set(range(2, 99)))
     with pytest.raises(
         NonFiniteError,
         match=(
@@ -96,16 +97,11 @@ def test_no_bundle_can_be_written_and_the_reason_is_told_all_the_same():
     def full_disk(minibatch, result):
         raise OSError(28, "No space left on device")
 
-    health = Health(
-        NonFiniteConfig(stop_after=1, bundle_step=None),
-        MismatchLimits(warn_above=None, abort_above=None),
-        full_disk,
-    )
     bad = SimpleNamespace(skipped=True, loss=math.inf, grad_norm=1.0)
     with pytest.raises(
         NonFiniteError, match=r"loss inf, gradient norm 1; .*could not be written: .*No space left"
     ):
-        health.after(SimpleNamespace(step=1, number=1), bad)
+        health(full_disk, stop_after=1).after(SimpleNamespace(step=1, number=1), bad)
 
 
 def test_weights_that_are_not_finite_reach_neither_engine_nor_checkpoint_nor_export(build):
@@ -133,20 +129,10 @@ def test_weights_that_are_not_finite_reach_neither_engine_nor_checkpoint_nor_exp
 
 @pytest.mark.parametrize(("skipped", "stops"), [(False, True), (True, False)])
 def test_a_mismatch_that_is_no_number_is_above_every_limit(skipped, stops):
-    health = Health(
-        NonFiniteConfig(stop_after=None, bundle_step=None),
-        MismatchLimits(warn_above=None, abort_above=1.0),
-        lambda *_: None,
-    )
-    mismatch = {
-        "mismatch/logprob_abs_diff_max": math.nan,
-        "mismatch/logprob_abs_diff_mean": math.nan,
-    }
-    if stops:
-        with pytest.raises(ValueError, match=r"= nan is above mismatch_limits.abort_above = 1"):
-            health.check_mismatch(4, mismatch, skipped=skipped)
-    else:
-        health.check_mismatch(4, mismatch, skipped=skipped)
+    said = pytest.raises(ValueError, match=r"= nan is above mismatch_limits.abort_above = 1")
+    mismatch = {f"mismatch/logprob_abs_diff_{name}": math.nan for name in ("max", "mean")}
+    with said if stops else nullcontext():
+        health(None, abort_above=1.0).check_mismatch(4, mismatch, skipped=skipped)
 
 
 def test_a_bundle_that_is_asked_for_holds_the_inputs_of_the_first_minibatch(build):
