@@ -60,11 +60,7 @@ def open_tensors(file: Path) -> Any:
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:
-    """The file of each tensor of a HF directory, from the index where there is one.
-
-    Raises:
-        ValueError: there are no safetensors, or the index or the only file cannot be read.
-    """
+    """The file of each tensor of a HF directory, from the index where there is one."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if index.is_file():
@@ -88,12 +84,7 @@ def _tensor_files(path: Path) -> dict[str, Path]:
 
 
 def _number_formats(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
-    """That of each tensor. Reads the header of every file, and no weights.
-
-    Raises:
-        ValueError: a file is missing or damaged, lacks a tensor that the index says it has, or
-            holds one that is not a float.
-    """
+    """That of each tensor. Reads the header of every file, and no weights."""
     formats = {}
     by_file = sorted(files, key=lambda name: (files[name], name))
     for path, names in groupby(by_file, key=files.__getitem__):
@@ -122,7 +113,8 @@ class HfDirectory:
     ``prefixes``: see ``Architecture``; tensors of either layout are known by their older names.
 
     Raises:
-        ValueError: the directory holds no safetensors, a file is damaged, or a tensor is there in
+        ValueError: the directory holds no safetensors, index or a file is missing or damaged, a
+            file lacks a tensor that the index says it has, or a tensor is no float, or is there in
             both layouts.
     """
 

@@ -232,9 +232,7 @@ def _follow(seconds: float = _FOLLOW_S) -> int:
     before the others.
     """
     ended = STATE.first_failure.wait(STATE.terminated.is_set, seconds)
-    if ended and not STATE.first_failure.lost_elsewhere:
-        return 0
-    return 1
+    return 0 if ended and not STATE.first_failure.lost_elsewhere else 1
 
 
 def say(message: FailureMessage) -> None:
