@@ -57,10 +57,7 @@ def with_date(config: Config, world: World) -> Config:
 
 def finished_already(config: Config, world: World) -> bool:
     """Collective: whether the run is finished, down to its export; then its table has been printed.
-
-    Raises:
-        ValueError: the folder holds a run with other settings, or one that is longer.
-    """
+    Raises ValueError as ``finished_text`` does."""
     text = world.from_main(lambda: finished_text(config))
     if text is not None and world.is_main:
         print(text, flush=True)

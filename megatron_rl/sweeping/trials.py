@@ -79,11 +79,7 @@ def make_trials(overrides: Sequence[str], out: Path, root: Root) -> list[Trial]:
 
 
 def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) -> list[Config]:
-    """The configuration of every run.
-
-    Raises:
-        ConfigError: one does not compose or validate; lists all problems before any run starts.
-    """
+    """The configuration of every run. Raises ConfigError as ``make_trials`` does."""
     problems = []
     configs = []
     for run, folder in zip(runs, folders, strict=True):
