@@ -72,6 +72,22 @@ def concerning(
         raise ValueError(f"{subject}: {first_line(error)}; {remedy}") from error
 
 
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and every exception that it keeps: what each was raised from, and what was handled
+    meanwhile.
+
+    Each comes once: ``raise a from b`` may close a ring, which Python does not look for.
+    """
+    seen: set[int] = set()
+    left = [error]
+    while left:
+        link = left.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            left += [link.__context__, link.__cause__]
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a message that is not empty, cut to a readable length.
 

@@ -9,8 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.errors import first_line
-from megatron_rl.runtime.guard.error_chain import chain
+from megatron_rl.errors import chain, first_line
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Messages of libraries that are not Python, which come without an error number.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.runtime.guard.error_chain import chain
+from megatron_rl.errors import chain
 
 POLL_S = 0.002
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.errors import first_line
-from megatron_rl.runtime.guard.error_chain import chain
+from megatron_rl.errors import chain, first_line
 from megatron_rl.runtime.guard.first_failure import FirstFailure, alive, connect, note_failed_host
 
 _MAX_LINES = 12
