@@ -12,6 +12,7 @@ STAGES = [
     " {from_step: 5, max_response_tokens: 3072}]"
 ]
 ANNEALED = ["rollout.anneal.start=1.2"]
+OLDER = ["source=servers", "source.staleness=1"]
 FREE = ["source=servers", "source.staleness=2", "source.schedule=free"]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
@@ -26,15 +27,10 @@ def problems(*overrides: str) -> list[str]:
         [],
         ["evaluation.top_p=0.9", "evaluation.temperature=0.6"],
         ["source=servers"],
-        ["source=servers", "source.staleness=1", *CORRECTED],
+        [*OLDER, *CORRECTED],
         [*FREE, *CORRECTED],
-        ["rollout_hooks.erpo={}", "source=servers", "source.staleness=1", *CORRECTED],
-        [
-            "source=servers",
-            "source.staleness=1",
-            "method.mismatch.kind=icepop",
-            "method.mismatch.cap=2.0",
-        ],
+        ["rollout_hooks.erpo={}", *OLDER, *CORRECTED],
+        [*OLDER, "method.mismatch.kind=icepop", "method.mismatch.cap=2.0"],
         [*PARTIAL, *CORRECTED],
         [*PARTIAL, *CORRECTED, "trainer.epochs_per_rollout=2", "batch.prompts_per_minibatch=32"],
         ["rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
@@ -66,23 +62,13 @@ def test_what_goes_together(overrides):
         ),
         (["rollout.top_k=50"], "off by that mass; set rollout.top_k=-1 "),
         (["source.staleness=1"], "colocated engines always sample with the newest"),
-        (["source=servers", "source.staleness=1"], "method.mismatch.kind = none does not correct"),
+        (OLDER, "method.mismatch.kind = none does not correct"),
         (
-            [
-                "source=servers",
-                "source.staleness=1",
-                "method.mismatch.kind=sequence_mask",
-                "method.mismatch.cap=2.0",
-            ],
+            [*OLDER, "method.mismatch.kind=sequence_mask", "method.mismatch.cap=2.0"],
             "sequence_mask does not correct",
         ),
         (
-            [
-                "source=servers",
-                "source.staleness=1",
-                *CORRECTED,
-                "mismatch_limits.abort_above=0.001",
-            ],
+            [*OLDER, *CORRECTED, "mismatch_limits.abort_above=0.001"],
             "differ on purpose; set it to null",
         ),
         (["source=servers", "source.schedule=free"], "set it to lockstep, or raise"),

@@ -115,15 +115,8 @@ def test_what_a_sleeping_engine_keeps_counts_on_the_device():
         for one in demands([stage], config(), budget)
     }
     device = OVERHEAD_GIB["cuda"] + ENGINE_KEEPS_GIB["cuda"]
-    host = 0.0
-    want = {
-        "training": device,
-        "weight sync": device,
-        "generation": device,
-        "host copies": host,
-        "checkpoint": host,
-    }
-    assert beside == pytest.approx(want)
+    want = dict.fromkeys(("training", "weight sync", "generation"), device)
+    assert beside == pytest.approx(want | {"host copies": 0.0, "checkpoint": 0.0})
 
 
 def test_on_a_cpu_everything_is_held_at_once_and_what_is_offloaded_twice():
