@@ -113,7 +113,7 @@ def test_objects_travel_over_gloo_and_tensors_over_nccl(cuda: pytest.MonkeyPatch
     cuda.setattr(launch, "prepare", lambda: None)
     cuda.setattr(launch, "join", lambda backend, timeout_s: seen.update(backend=backend))
     cuda.setattr(launch, "Heartbeat", lambda rank, peers: None)
-    cuda.setattr(failure, "joined", lambda rank, peers: None)
+    cuda.setattr(failure, "STATE", failure.State())  # which learns who the ranks are
     cuda.setattr(torch.cuda, "set_device", lambda index: seen.update(device=index))
     cuda.setattr(dist, "new_group", lambda backend, timeout: control if backend == "gloo" else None)
     cuda.setattr(dist, "get_rank", lambda: 1)
