@@ -42,7 +42,7 @@ class RolloutSource(Protocol[Experience]):
     - ``generation`` and ``next`` want the policy's weights published: a ``publish`` stands between
       them and the last update. What they sample carries the version of its weights.
     - The policy is read and changed inside ``training`` only, and there the engines are left alone.
-      Between ``training`` and the end of ``publish`` nobody but the source touches it.
+      Between ``training`` and the end of ``publish`` only the source touches it.
     - No two of ``next``, ``training``, ``generation`` and ``publish`` are nested. ``state`` and
       ``restore`` may be called whenever none of ``next`` and ``publish`` is at work.
     - Engines may sample at any other time, also while the policy trains, as long as they do so with
@@ -76,7 +76,7 @@ class RolloutSource(Protocol[Experience]):
         """What a checkpoint keeps: the position in the prompts, equal on all ranks."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state``. Raises ValueError when it belongs to other prompts."""
+        """Continues from ``state``. Raises ValueError when it belongs to other prompts."""
 
 
 class ImageProcessor(Protocol):
@@ -302,8 +302,8 @@ class Generator(Protocol):
         """Begins some of the responses to a prompt, by their numbers; a request id for each.
         Response j is a function of (``sampling``, uid of the prompt, j) and the weights.
 
-        ``so_far``: tokens that a response has from earlier, by its number. It goes on behind them,
-        up to the same limit of its whole length; its completion holds what is new."""
+        ``so_far``: tokens that a response has from earlier, by its number. It continues behind
+        them, up to the same limit of its whole length; its completion holds what is new."""
 
     def poll(self) -> list[tuple[int, Completion]]:
         """Works for a moment: long enough to be called in a loop, short enough to be stopped in

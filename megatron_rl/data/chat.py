@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.multimodal.images import PLACE, num_places, parts_of
 from megatron_rl.data.multimodal.vision import VisionProcessor
-from megatron_rl.data.rows import Draft, Problems
+from megatron_rl.data.rows import Draft, Problems, not_utf8
 from megatron_rl.errors import first_line
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -48,7 +48,7 @@ def render(
             what = "the row has a system message and data.system_prompt is set"
             problems.add(row, what, prompt, "set data.system_prompt=null")
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    if not all(is_unicode(_text(message)) for message in messages):
+    if any(not_utf8(_text(message)) is not None for message in messages):
         what = "half of a surrogate pair in the prompt"
         problems.add(row, what, prompt, "write the character whole, or drop the row")
         return ""
@@ -132,15 +132,6 @@ def refuse_constant_template(source: str, prompts: Sequence[str], texts: Sequenc
             f"({texts[0][:60]!r}): it leaves the prompt out; correct chat_template in the model's "
             "tokenizer_config.json, or set data.apply_chat_template=false"
         )
-
-
-def is_unicode(text: str) -> bool:
-    """False where a text has half of a surrogate pair, which JSON can write and no encoding can."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _wrong_form(messages: Any, *, sees: bool) -> tuple[str, str] | None:

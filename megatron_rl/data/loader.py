@@ -183,12 +183,11 @@ def _with_distinct_uids(prompts: list[Prompt]) -> list[Prompt]:
     the first, response by response, and a step would count the same evidence twice.
     """
     counts: Counter[str] = Counter()
-    return [_distinct(prompt, counts) for prompt in prompts]
-
-
-def _distinct(prompt: Prompt, counts: Counter[str]) -> Prompt:
-    counts[prompt.uid] += 1
-    return numbered(prompt, counts[prompt.uid])
+    distinct = []
+    for prompt in prompts:
+        counts[prompt.uid] += 1
+        distinct.append(numbered(prompt, counts[prompt.uid]))
+    return distinct
 
 
 def numbered(prompt: Prompt, count: int) -> Prompt:

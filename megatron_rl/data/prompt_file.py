@@ -118,11 +118,8 @@ def write(path: Path, prompts: Sequence[Prompt]) -> None:
         [prompt.text for prompt in prompts],
         [[_row(image) for image in prompt.images] for prompt in prompts],
     ]
-    arrays = []
-    for values, field in zip(columns, _SCHEMA, strict=True):
-        arrays.append(pyarrow.array(values, field.type))
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, _SCHEMA) as stream:
-        stream.write_batch(pyarrow.record_batch(arrays, schema=_SCHEMA))
+        stream.write_batch(pyarrow.record_batch(columns, schema=_SCHEMA))
 
 
 @functools.cache

@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config.data_names import GENERATED, HF
 from megatron_rl.config.schema import DataColumns, DataConfig
 from megatron_rl.data import hf_sets, reasoning_gym_tasks
-from megatron_rl.data.chat import is_unicode, refuse_constant_template, render
+from megatron_rl.data.chat import refuse_constant_template, render
 from megatron_rl.data.columns import column_roles
 from megatron_rl.data.labels import files_of, labels
 from megatron_rl.data.multimodal.images import ImageColumn
 from megatron_rl.data.multimodal.vision import VisionProcessor
-from megatron_rl.data.rows import Draft, Problems, Rows, lookup, read_rows
+from megatron_rl.data.rows import Draft, Problems, Rows, lookup, not_utf8, read_rows
 from megatron_rl.types import Prompt
 
 _ENCODED_AT_ONCE = 4096  # texts
@@ -258,7 +258,7 @@ def _from_rows(
             _, data_source = lookup(row, roles.data_source)
         if roles.extra:
             _, extra = lookup(row, roles.extra)
-        if not isinstance(data_source, str) or not is_unicode(data_source):
+        if not isinstance(data_source, str) or not_utf8(data_source) is not None:
             remedy = "name the row's data source, or set data.columns.data_source=null"
             problems.add(number, f"{roles.data_source} is not a text", data_source, remedy)
         if extra is None:
@@ -280,7 +280,7 @@ def _answer(row: int, value: Any, after: str | None, problems: Problems) -> str:
         problems.add(row, "no answer (a text or a number)", value, remedy)
         return ""
     text = str(value)
-    if not is_unicode(text):
+    if not_utf8(text) is not None:
         what = "half of a surrogate pair in the answer"
         problems.add(row, what, value, "write the character whole, or drop the row")
         return ""

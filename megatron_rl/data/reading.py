@@ -84,11 +84,12 @@ def read_sources(
 
 def examined(data: Data, config: Config) -> list[Doubt]:
     """Everything about the data that is allowed and probably a mistake."""
-    doubts = []
-    for key, sources in (("data.train", data.train), ("data.eval", data.held_out)):
-        for doubt in _doubts(all_prompts(sources), config):
-            doubts.append((key, doubt))
-    return doubts
+    by_key = {"data.train": data.train, "data.eval": data.held_out}
+    return [
+        (key, doubt)
+        for key, sources in by_key.items()
+        for doubt in _doubts(all_prompts(sources), config)
+    ]
 
 
 def log(data: Data, doubts: Sequence[Doubt], config: Config) -> None:
@@ -150,12 +151,15 @@ def _repeats(prompts: Sequence[Prompt], verifier: str) -> Iterator[str]:
         groups[prompt.content].append(prompt)
     contradictory = []
     redundant = []
+    # A generated task is judged by the task: its answer is one that is right.
+    by_task = verifier in ("auto", "reasoning_gym")
     for group in groups.values():
-        if len(_answers(group)) == 1:
-            if len(group) > 1:
-                redundant.append(group)
-        elif not all(_may_have_several_answers(prompt, verifier) for prompt in group):
-            contradictory.append(group)
+        is_generated = all(prompt.data_source.startswith(GENERATED) for prompt in group)
+        if len(_answers(group)) > 1:
+            if not (by_task and is_generated):
+                contradictory.append(group)
+        elif len(group) > 1:
+            redundant.append(group)
     if contradictory:
         first, second = (repr(shortened(text, 40)) for text in _answers(contradictory[0])[:2])
         yield (
@@ -169,12 +173,6 @@ def _repeats(prompts: Sequence[Prompt], verifier: str) -> Iterator[str]:
             f"{num_repeats} rows repeat a prompt and its answer (such as {_uids(redundant[0])}):"
             " such prompts weigh more; drop them if that is not meant"
         )
-
-
-def _may_have_several_answers(prompt: Prompt, verifier: str) -> bool:
-    """A generated task is judged by the task: its answer is one that is right."""
-    is_generated = prompt.data_source.startswith(GENERATED)
-    return is_generated and verifier in ("auto", "reasoning_gym")
 
 
 def _answers(prompts: Sequence[Prompt]) -> list[str]:

@@ -124,7 +124,7 @@ def _read_jsonl(path: Path) -> Rows:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            at = _not_utf8(line)
+            at = not_utf8(line)
             if at is not None:
                 # A lone surrogate holds the byte in its low eight bits.
                 what = f"not UTF-8 (byte 0x{ord(line[at]) & 0xFF:02x} at character {at + 1})"
@@ -136,7 +136,8 @@ def _read_jsonl(path: Path) -> Rows:
                 row = json.loads(line, object_pairs_hook=_object)
             # A number of thousands of digits is a ValueError, but no JSONDecodeError.
             except (ValueError, RecursionError) as error:
-                problems.add(number, f"not JSON ({_reason(error)})", line.strip(), remedy)
+                why = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
+                problems.add(number, f"not JSON ({why})", line.strip(), remedy)
                 continue
             if isinstance(row, dict):
                 rows.append((number, row))
@@ -153,16 +154,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _reason(error: ValueError | RecursionError) -> str:
-    return error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
-
-
-def _not_utf8(line: str) -> int | None:
-    """Index of the first byte that is not UTF-8; None where all are."""
-    if line.isascii():
-        return None
+def not_utf8(text: str) -> int | None:
+    """Index of the first character that UTF-8 cannot hold, half of a surrogate pair; else None."""
     try:
-        line.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
         return error.start
     return None

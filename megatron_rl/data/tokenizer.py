@@ -56,11 +56,8 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if not isinstance(rows, int):
         return
     # Fewer tokens than rows are usual: models pad their embedding to a round number.
-    beyond = []
-    for token, number in tokenizer.get_vocab().items():
-        if number >= rows:
-            beyond.append((number, token))
-    beyond.sort()
+    vocabulary = tokenizer.get_vocab().items()
+    beyond = sorted((number, token) for token, number in vocabulary if number >= rows)
     if beyond:
         shown = ", ".join(f"{token!r} = {number}" for number, token in beyond[:3])
         raise ValueError(

@@ -28,7 +28,7 @@ from megatron_rl.runtime.digest import file_digest
 _DEFAULT_OUT = Path("runs/evaluation")
 _OWN_ROOT = Root()  # the package's own
 EVALUATION = "evaluation"  # below the folder of a run
-# Settings that leave the responses, and what is said of them, as they are: they may change between
+# Settings that leave the responses, and their metrics, as they are: they may change between
 # two starts. Of the sections that are not named here everything may.
 _DECIDING = ("seed", "rollout", "reward", "evaluation", "prompts", "plugins")
 _MUTABLE = (

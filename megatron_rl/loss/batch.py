@@ -64,7 +64,7 @@ class Credit:
         kl_weights: factor of kl.coef.
         keep: rows with False take no part in the update and leave all denominators.
         metrics: values of the whole batch (equal on every rank, not contributions).
-        rewards: what the estimator has seen; None where nobody computed it.
+        rewards: what the estimator has seen; None where it was not computed.
     """
 
     advantages: PerResponse

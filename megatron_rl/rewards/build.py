@@ -9,12 +9,13 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.plugins import loaded
-from megatron_rl.rewards.base import Options, Task, Verifier
+from megatron_rl.rewards.base import Options, Task, Verdict, Verifier
 from megatron_rl.rewards.function import FunctionCaller
 from megatron_rl.rewards.registry import verifier_class, verifier_of_source
 from megatron_rl.rewards.workers.messages import WorkerSetup, reason
@@ -155,10 +156,14 @@ class WeightedReward:
         judged: list[_Judged] = [{} for _ in tasks]
         remote = []  # rows for the workers
         for row, (name, task) in enumerate(zip(names, tasks, strict=True)):
-            if self._is_local(str(name)):
-                judged[row] = self._judge_here(self._verifier(str(name)), task, responses[row])
-            else:
+            if not self._is_local(str(name)):
                 remote.append(row)
+                continue
+            try:
+                verdict = self._verifier(str(name)).verify(task, responses[row])
+            except Exception as error:  # noqa: BLE001 - as in a worker: the reason is kept
+                verdict = Verdict(0.0, reason(error))
+            judged[row] = asdict(verdict)
         if remote:
             pool = self._start_pool({str(names[row]) for row in remote})
             assert pool is not None
@@ -166,17 +171,6 @@ class WeightedReward:
             for row, reply in zip(remote, replies, strict=True):
                 judged[row] = reply
         return judged
-
-    def _judge_here(self, verifier: Verifier, task: Task, response: str) -> _Judged:
-        try:
-            verdict = verifier.verify(task, response)
-        except Exception as error:  # noqa: BLE001 - as in a worker: the reason is kept
-            return {"accuracy": 0.0, "problem": reason(error)}
-        return {
-            "accuracy": verdict.accuracy,
-            "problem": verdict.problem,
-            "extracted": verdict.extracted,
-        }
 
     def _by_function(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[_Judged]:
         assert self._function is not None
@@ -238,10 +232,7 @@ class WeightedReward:
 
     def _task(self, prompt: Prompt) -> Task:
         name = self._name(prompt)
-        reads_prompt = self._function is not None
-        if name is not None and self._verifier(name).reads_prompt:
-            reads_prompt = True
-        if not reads_prompt:
+        if self._function is None and (name is None or not self._verifier(name).reads_prompt):
             return _as_task(prompt)  # to decode a prompt takes longer than most verdicts
         return _as_task(prompt, self._prompt_text)
 
@@ -258,10 +249,8 @@ class WeightedReward:
 
     def _is_local(self, name: str) -> bool:
         """Whether a verifier runs in this process; the user's patterns never do."""
-        has_pattern = (
-            self._config.answer_pattern is not None or self._config.format_pattern is not None
-        )
-        return self._verifier(name).in_process and not has_pattern
+        patterns = {self._config.answer_pattern, self._config.format_pattern}
+        return self._verifier(name).in_process and patterns == {None}
 
     def _start_pool(self, names: Iterable[str]) -> WorkerPool | None:
         """The workers for these verifiers and all that were needed before.

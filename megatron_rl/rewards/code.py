@@ -41,7 +41,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.rewards.base import Options, Task, Verdict, Verifier
+from megatron_rl.rewards.base import Task, Verdict, Verifier
 from megatron_rl.rewards.registry import limited, register_verifier
 from megatron_rl.rewards.sandbox import Sandbox, refusal
 
@@ -136,10 +136,6 @@ class CodeVerifier(Verifier):
     reads_prompt = False
     starts_processes = True
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self._known: tuple[Task, list[Case] | list[Statement]] | None = None
-
     def check(self, tasks: Sequence[Task]) -> list[str]:
         problem = refusal(self.options.sandbox)
         problems = [] if problem is None else [problem]
@@ -165,14 +161,15 @@ class CodeVerifier(Verifier):
                     break
         else:
             passed = self._passed_tests(source, tests, ends_at)
-        return limited(sum(passed) / max(1, _num_tests(tests)), self.options)
+        num_tests = sum(isinstance(test, Case) or test.is_test for test in tests)
+        return limited(sum(passed) / max(1, num_tests), self.options)
 
     def _passes_case(self, source: str, case: Case, ends_at: float) -> bool:
         if time.monotonic() >= ends_at:
             return False
         with self._sandbox(source, case.input, ends_at) as sandbox:
             output = sandbox.output()
-        return output is not None and _same_text(output, case.output)
+        return output is not None and _lines(output) == _lines(case.output)
 
     def _passed_tests(
         self, source: str, statements: Sequence[Statement], ends_at: float
@@ -246,17 +243,9 @@ def literal(text: str) -> Any:
     return ast.literal_eval(text)
 
 
-def _same_text(output: str, expected: str) -> bool:
-    """Whether two outputs are equal but for white space at the ends of lines and at the end."""
-    return _lines(output) == _lines(expected)
-
-
 def _lines(text: str) -> list[str]:
+    """Of an output, without white space at the ends of lines and at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def _num_tests(tests: Sequence[Case | Statement]) -> int:
-    return sum(isinstance(test, Case) or test.is_test for test in tests)
 
 
 def _case(case: Mapping[str, Any]) -> Case:

@@ -11,8 +11,8 @@ the others (look-around, back references, flags) stay with ``re`` and are stoppe
 
 from __future__ import annotations
 
-import functools
 import re
+from collections import deque
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
@@ -40,16 +40,13 @@ class ResponsePattern:
 
     def last_group(self, text: str) -> str | None:
         """First group of the last match; None without a match, or where the group is not in it."""
-        last = None
         if self._search is None:
-            for last in self._compiled.finditer(text):  # noqa: B007 - only the last one is wanted
-                pass
-            return None if last is None else last.group(1)
-        for last in self._search.finditer(_as_utf8(text)):  # noqa: B007 - as above
-            pass
-        if last is None or last.group(1) is None:
-            return None
-        return last.group(1).decode("utf-8")
+            matches = self._compiled.finditer(text)
+        else:
+            matches = self._search.finditer(_as_utf8(text))
+        groups = [match.group(1) for match in deque(matches, maxlen=1)]  # of the last one
+        group = groups[0] if groups else None
+        return group.decode("utf-8") if isinstance(group, bytes) else group
 
     def matches_all(self, text: str) -> bool:
         """Whether the whole text is one match."""
@@ -77,8 +74,3 @@ def _as_utf8(text: str) -> bytes:
     By way of UTF-16, where two halves that stand together become the character that they make.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode("utf-8")
-
-
-@functools.cache
-def compile_pattern(pattern: str) -> ResponsePattern:
-    return ResponsePattern(pattern)

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_rl.errors import first_line
@@ -86,12 +85,7 @@ class Sandbox:
         self._say(self._order)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         # Killed first: closing a pipe makes a program that reads it continue.
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):

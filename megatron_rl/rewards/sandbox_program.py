@@ -100,7 +100,7 @@ def system_call_filter(calls, own_pid):
         """Of ``call``, the step after ``test`` allows and the one after that refuses.
 
         A call with another number jumps over the four steps behind, to the next rule. Of this call
-        the argument takes the place of the number, which nobody needs any more: both ways end.
+        the argument takes the place of the number, which is not needed again: both ways end.
         """
         first_argument = (LOAD, 0, 0, FIRST_ARGUMENT)
         return [(JUMP_EQUAL, 0, 4, calls[call]), first_argument, test, allow, refuse(EPERM)]

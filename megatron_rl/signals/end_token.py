@@ -72,7 +72,7 @@ class EndTokens:
 
     @classmethod
     def of(cls, local: LocalBatch, token_id: int) -> EndTokens:
-        """Nobody has sampled it: where each token has a temperature, that of this one is 1."""
+        """It was not sampled: where each token has a temperature, that of this one is 1."""
         batch = local.batch
         lengths = batch.response_lengths + 1
         place = torch.repeat_interleave(torch.arange(len(lengths)), lengths)

@@ -58,6 +58,11 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.minimum(torch.maximum(ratio, lower), upper)", "torch.maximum(ratio, lower)"),
         ("return Clipped(torch.maximum(", "return Clipped(torch.minimum("),
     ],
+    ("response_losses", "clipped_around_one"): [
+        ("for bound in (1 - low, 1 + high))", "for bound in (1 + high, 1 - low))"),
+        ("for bound in (1 - low, 1 + high))", "for bound in (1 - high, 1 + low))"),
+        ("for bound in (1 - low, 1 + high))", "for bound in (low, 1 + high))"),
+    ],
     ("response_losses", "gmpo"): [
         ("log_ratio.clamp(max=high), log_ratio)", "log_ratio.clamp(-low, high), log_ratio)"),
         ("advantages > 0, log_ratio.clamp(max=high)", "advantages < 0, log_ratio.clamp(max=high)"),
@@ -136,7 +141,6 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.expm1((1 - alpha) * log_u)", "torch.expm1(alpha * log_u)"),
         ("torch.where(given, logprobs - ref_logprobs,", "torch.where(given, log_ratio,"),
         ("held = eta * ", "held = "),
-        ("torch.where(given, held, per_token)", "torch.where(given, held + per_token, per_token)"),
     ],
     ("demonstrations", "rl_plus"): [
         ("old + (old + 1) / 2", "old + (probability + 1) / 2"),
@@ -144,12 +148,13 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("1 - probability.detach()", "1 - probability"),
         (".clamp(min=0) ** gamma", " ** gamma"),
         ("** gamma  #", "** (2 * gamma)  #"),
-        ("torch.where(given, learned, per_token)", "torch.where(given, learned, learned)"),
     ],
     ("demonstrations", "bounds"): [
         ("lower.masked_fill(given, -torch.inf)", "lower.masked_fill(given, torch.inf)"),
         ("upper.masked_fill(given, torch.inf)", "upper.masked_fill(~given, torch.inf)"),
         ("lower.masked_fill(given, -torch.inf)", "lower"),
+        ("torch.where(given, of_given,", "torch.where(given, of_given + others.per_token,"),
+        ("(given, of_given, others.per_token)", "(given, of_given, of_given)"),
     ],
     ("response_losses", "pacs"): [
         ("groups.sum(estimate)) - estimate) / others", "groups.sum(estimate))) / others"),

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
-from megatron_rl.loss.per_token.response_losses import Clipped, clipped
+from megatron_rl.loss.per_token.response_losses import Clipped, clipped_around_one
 from megatron_rl.loss.shapes import PerToken, ResponseFlags, TokenIndex
 
 
@@ -59,12 +59,10 @@ def dph(
     Demonstrations are taken for samples of the initial policy, whose logprobs are the reference's.
     Source: DPH-RL (arXiv 2509.07430), its released code.
     """
-    bounds = (torch.full_like(log_ratio, 1 - low), torch.full_like(log_ratio, 1 + high))
-    per_token, lower, upper = clipped(log_ratio.exp(), advantages, *bounds)
     given = is_demonstration[response_index]
     log_u = torch.where(given, logprobs - ref_logprobs, torch.zeros_like(logprobs))
     held = eta * DIVERGENCES[divergence](log_u, alpha)
-    return _unclipped(torch.where(given, held, per_token), given, lower, upper)
+    return _replaced(clipped_around_one(log_ratio.exp(), advantages, low, high), given, held)
 
 
 @policy_loss()
@@ -85,19 +83,19 @@ def rl_plus(
     (pi_old + 1) / 2 stands for the probability under the unknown policy of a demonstration.
     Source: RL-PLUS (arXiv 2508.00222), its released code.
     """
-    bounds = (torch.full_like(log_ratio, 1 - low), torch.full_like(log_ratio, 1 + high))
-    per_token, lower, upper = clipped(log_ratio.exp(), advantages, *bounds)
     given = is_demonstration[response_index]
     probability = logprobs.exp()
     old = (logprobs - log_ratio).detach().exp()
     weight = 2 * probability / (old + (old + 1) / 2)
     unlikely = (1 - probability.detach()).clamp(min=0) ** gamma  # a logprob may round above 0
     learned = -weight * advantages * unlikely
-    return _unclipped(torch.where(given, learned, per_token), given, lower, upper)
+    return _replaced(clipped_around_one(log_ratio.exp(), advantages, low, high), given, learned)
 
 
-def _unclipped(per_token: Tensor, given: Tensor, lower: Tensor, upper: Tensor) -> Clipped:
-    """No bound holds at tokens of demonstrations."""
+def _replaced(others: Clipped, given: Tensor, of_given: Tensor) -> Clipped:
+    """``of_given`` at tokens of demonstrations, where no bound holds."""
     return Clipped(
-        per_token, lower.masked_fill(given, -torch.inf), upper.masked_fill(given, torch.inf)
+        torch.where(given, of_given, others.per_token),
+        others.lower.masked_fill(given, -torch.inf),
+        others.upper.masked_fill(given, torch.inf),
     )

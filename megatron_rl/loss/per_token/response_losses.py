@@ -46,6 +46,12 @@ def clipped(ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor) -> 
     return Clipped(torch.maximum(-ratio * advantages, -inside * advantages), lower, upper)
 
 
+def clipped_around_one(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Clipped:
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A), the same bounds at every token."""
+    lower, upper = (torch.full_like(ratio, bound) for bound in (1 - low, 1 + high))
+    return clipped(ratio, advantages, lower, upper)
+
+
 @policy_loss()
 def entropy_clip(
     log_ratio: PerToken,
@@ -104,8 +110,7 @@ def simko(
     ratio = torch.where(correct[response_index] & gate, spread_out, ratio)
     held = gate & is_argmax & (advantages < 0)
     advantages = torch.where(held, penalty * advantages, advantages)
-    lower, upper = (torch.full_like(ratio, bound) for bound in (1 - low, 1 + high))
-    return clipped(ratio, advantages, lower, upper)
+    return clipped_around_one(ratio, advantages, low, high)
 
 
 @policy_loss()

@@ -16,7 +16,7 @@ from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
 from megatron_rl.rewards.base import Task, Verdict
-from megatron_rl.rewards.patterns import ResponsePattern, compile_pattern
+from megatron_rl.rewards.patterns import ResponsePattern
 from megatron_rl.rewards.registry import verifier_class
 from megatron_rl.rewards.workers.limits import limit_cpu_seconds, limit_processes_and_memory
 from megatron_rl.rewards.workers.messages import WorkerSetup, reason
@@ -122,7 +122,7 @@ class ResponseVerifier:
 
 
 def _compiled(pattern: str | None) -> ResponsePattern | None:
-    return None if pattern is None else compile_pattern(pattern)
+    return None if pattern is None else ResponsePattern(pattern)
 
 
 class _Alarm:

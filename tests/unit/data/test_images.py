@@ -45,6 +45,12 @@ def row(prompt: object, *images: object, **more: object) -> dict:
     return {"prompt": prompt, "answer": "1", "images": list(images), **more}
 
 
+def load(file: str, tokenizer, vision=None, limit: int = 99, **changes: object) -> list[Prompt]:
+    """``load_prompts`` of a file that names no data source."""
+    columns = {"data_source": None}
+    return load_prompts(file, data_config(columns=columns, **changes), tokenizer, limit, vision)
+
+
 def settings(*overrides: str) -> DataConfig:
     words = ["model.path=m", "data.train=t", "data.eval=e", *overrides]
     return validate(DataConfig, compose("config", words)["data"], "data")
@@ -70,11 +76,8 @@ def test_every_form_of_an_image_and_of_a_file(tmp_path, vision, tokenizer):
             file, data_config(columns={"data_source": "auto"}), tokenizer, 99, vision
         )
         (found,) = prompt.images
-        assert (found.digest, found.width, found.height) == (
-            hashlib.sha256(content).hexdigest(),
-            84,
-            84,
-        )
+        digest = hashlib.sha256(content).hexdigest()
+        assert (found.digest, found.width, found.height) == (digest, 84, 84)
         assert prompt.token_ids.count(vision.image_token_id) == 9, file
         assert np.array_equal(found.rgb(), PIL.Image.open(io.BytesIO(content)))
         assert prompt.text.count("<|image_pad|>") == 1 and QUESTION in prompt.text
@@ -91,38 +94,20 @@ def test_places_in_texts_and_in_parts_are_one_thing(tmp_path, vision, tokenizer)
     ]
     # As parquet gives it back: a struct has every field.
     filled = [{"text": None, **part} for part in parts]
-    loaded = [
-        load_prompts(
-            data_file(tmp_path, row(form, "a.png", "b.png")),
-            data_config(columns={"data_source": None}, prompt_suffix=" Think."),
-            tokenizer,
-            99,
-            vision,
-        )[0]
-        for form in (
-            text,
-            [{"role": "user", "content": text}],
-            [{"role": "user", "content": parts}],
-            [{"role": "user", "content": filled}],
-        )
-    ]
+    loaded = []
+    for form in (text, *([{"role": "user", "content": each}] for each in (text, parts, filled))):
+        file = data_file(tmp_path, row(form, "a.png", "b.png"))
+        loaded += load(file, tokenizer, vision, prompt_suffix=" Think.")
     assert len({prompt.content for prompt in loaded}) == 1
-    runs = [
-        len(run)
-        for run in "".join(
-            "x" if token == vision.image_token_id else " " for token in loaded[0].token_ids
-        ).split()
-    ]
-    assert runs == [9, 4]
+    marks = ["x" if token == vision.image_token_id else " " for token in loaded[0].token_ids]
+    assert [len(run) for run in "".join(marks).split()] == [9, 4]
     assert loaded[0].text.endswith(" end Think.<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_without_a_template_the_special_tokens_are_written(tmp_path, vision, tokenizer):
     (tmp_path / "a.png").write_bytes(png(56, 56))
-    config = data_config(columns={"data_source": None}, apply_chat_template=False)
-    (prompt,) = load_prompts(
-        data_file(tmp_path, row("a<image>b", "a.png")), config, tokenizer, 99, vision
-    )
+    file = data_file(tmp_path, row("a<image>b", "a.png"))
+    (prompt,) = load(file, tokenizer, vision, apply_chat_template=False)
     start, pad, end = vision.place_ids
     assert prompt.token_ids[1:7] == (start, pad, pad, pad, pad, end) and len(prompt.images) == 1
 
@@ -132,8 +117,7 @@ def test_rows_of_a_model_that_sees_may_have_no_image(tmp_path, vision, tokenizer
     file = data_file(
         tmp_path, row("plain"), row("<image>x", "a.png"), row("more") | {"images": None}
     )
-    config = data_config(columns={"data_source": None})
-    plain, seeing, more = load_prompts(file, config, tokenizer, 99, vision)
+    plain, seeing, more = load(file, tokenizer, vision)
     assert plain.images == more.images == () and len(seeing.images) == 1
 
 
@@ -190,41 +174,34 @@ def test_every_problem_is_named_with_file_row_and_field(tmp_path, vision, tokeni
     (tmp_path / "large.png").write_bytes(png(364, 364))
     file = data_file(tmp_path, row("<image>x", "a.png"), row("plain"), bad)
     with pytest.raises(ValueError, match=message) as caught:
-        load_prompts(file, data_config(columns={"data_source": None}), tokenizer, 60, vision)
+        load(file, tokenizer, vision, limit=60)
     assert str(caught.value).startswith(file) and len(str(caught.value)) - len(file) < 440
 
 
 def test_all_problems_are_listed_at_once(tmp_path, vision, tokenizer):
     bad = [row("<image>x", name) for name in ("none.png", "t.jsonl", "gone.png")]
     with pytest.raises(ValueError, match=r"rows 1, 3: images: the file cannot") as caught:
-        load_prompts(
-            data_file(tmp_path, *bad),
-            data_config(columns={"data_source": None}),
-            tokenizer,
-            99,
-            vision,
-        )
+        load(data_file(tmp_path, *bad), tokenizer, vision)
     assert "row 2: images: not an image" in str(caught.value)
 
 
 def test_a_place_without_a_column_of_images_is_refused(tmp_path, vision, tokenizer):
     file = data_file(tmp_path, {"prompt": "<image>x", "answer": "1"})
     with pytest.raises(ValueError, match=r"row 1: <image> in the prompt, and no images.*columns"):
-        load_prompts(file, data_config(columns={"data_source": None}), tokenizer, 99, vision)
+        load(file, tokenizer, vision)
 
 
 def test_a_model_of_text_refuses_images_and_keeps_the_word(tmp_path):
     """A text may speak of <image>; nothing that is shown is dropped in silence."""
     (tmp_path / "a.png").write_bytes(png(56, 56))
-    config = data_config(columns={"data_source": None})
     text = character_tokenizer()
-    (prompt,) = load_prompts(data_file(tmp_path, row("the <image> tag")), config, text, 99)
+    (prompt,) = load(data_file(tmp_path, row("the <image> tag")), text)
     assert "the <image> tag" in prompt.text and prompt.images == ()
     file = data_file(tmp_path, row("a"), row("<image>x", "a.png"))
     with pytest.raises(
         ValueError, match=r"row 2: images: .*reads no images.*data\.columns\.images"
     ):
-        load_prompts(file, config, text, 99)
+        load(file, text)
     config = data_config(columns={"data_source": None, "images": None})
     assert len(load_prompts(file, config, text, 99)) == 2
 
@@ -234,16 +211,10 @@ def test_prompts_of_other_images_are_other_prompts(tmp_path, vision, tokenizer):
     resume go by the files."""
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(png(56, 56, seed=ord(name)))
-    first, second, third = load_prompts(
-        data_file(tmp_path, *[row("<image>x", f"{name}.png") for name in "aba"]),
-        data_config(columns={"data_source": None}),
-        tokenizer,
-        99,
-        vision,
-    )
+    file = data_file(tmp_path, *[row("<image>x", f"{name}.png") for name in "aba"])
+    first, second, third = load(file, tokenizer, vision)
     assert first.token_ids == second.token_ids and first.content != second.content
     assert without_overlap([first, second, third], [second]) == [first, third]
-    streams = [PromptLoader([prompt], seed=1, shuffle=True) for prompt in (first, second)]
     one, other = (replace(prompt, uid="t:1") for prompt in (first, second))
     streams = [PromptLoader([prompt], seed=1, shuffle=True) for prompt in (one, other)]
     with pytest.raises(ValueError, match=r"resume: .* prompts"):
@@ -253,10 +224,8 @@ def test_prompts_of_other_images_are_other_prompts(tmp_path, vision, tokenizer):
 def test_the_digest_of_texts_is_what_it_was():
     """Runs that began before images existed continue."""
     stream = PromptLoader([Prompt("t:1", (1, 2), "3", "t")], seed=1, shuffle=True)
-    assert (
-        stream.state()["prompts"]
-        == "1:" + hashlib.sha256(repr(("t:1", (1, 2), "3")).encode()).hexdigest()[:16]
-    )
+    digest = hashlib.sha256(repr(("t:1", (1, 2), "3")).encode()).hexdigest()
+    assert stream.state()["prompts"] == f"1:{digest[:16]}"
 
 
 def test_the_budget_counts_expanded_tokens(tmp_path, seeing_folder, tokenizer):

@@ -13,6 +13,7 @@ import pytest
 from megatron_rl.data.prompts import load_prompts, without_overlap
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.types import Prompt
 from tests.unit.data.toy import character_tokenizer, data_config, write
 
 TOKENIZER = character_tokenizer()
@@ -26,33 +27,32 @@ def jsonl(folder, *rows) -> str:
     return write(folder / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def load(spec: str, limit: int = 99, tokenizer=TOKENIZER, **changes) -> list[Prompt]:
+    return load_prompts(spec, data_config(**changes), tokenizer, limit)
+
+
 def row(prompt="2+2", answer="4", data_source="toy", **more):
     return {"prompt": prompt, "answer": answer, "data_source": data_source, **more}
 
 
 def test_rows_of_a_jsonl_file(tmp_path):
     spec = jsonl(tmp_path, row(), row("1+1", 2, extra={"level": 3}))
-    first, second = load_prompts(spec, data_config(columns={"extra": "extra"}), TOKENIZER, 40)
-    assert (first.uid, first.answer, first.data_source, dict(first.extra)) == (
-        "train:1",
-        "4",
-        "toy",
-        {},
-    )
+    first, second = load(spec, 40, columns={"extra": "extra"})
+    found = (first.uid, first.answer, first.data_source, dict(first.extra))
+    assert found == ("train:1", "4", "toy", {})
     assert (second.uid, second.answer, dict(second.extra)) == ("train:2", "2", {"level": 3})
     assert text_of(first) == "<user>2+2<assistant>"
 
 
 def test_system_prompt_and_suffix(tmp_path):
-    config = data_config(system_prompt="Be brief.", prompt_suffix=" Answer:")
-    (prompt,) = load_prompts(jsonl(tmp_path, row()), config, TOKENIZER, 99)
+    file = jsonl(tmp_path, row())
+    (prompt,) = load(file, system_prompt="Be brief.", prompt_suffix=" Answer:")
     assert text_of(prompt) == "<system>Be brief.<user>2+2 Answer:<assistant>"
 
 
 def test_without_template_the_text_is_encoded_as_it_stands(tmp_path):
-    (prompt,) = load_prompts(
-        jsonl(tmp_path, row()), data_config(apply_chat_template=False), character_tokenizer(None), 9
-    )
+    file = jsonl(tmp_path, row())
+    (prompt,) = load(file, 9, character_tokenizer(None), apply_chat_template=False)
     assert text_of(prompt) == "2+2"
 
 
@@ -71,31 +71,20 @@ def test_messages_and_dotted_columns_of_a_parquet_file(tmp_path):
         }
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dapo.parquet")
-    config = data_config(columns={"answer": "reward_model.ground_truth", "extra": "extra_info"})
-    (prompt,) = load_prompts(str(tmp_path / "dapo.parquet"), config, TOKENIZER, 99)
+    columns = {"answer": "reward_model.ground_truth", "extra": "extra_info"}
+    (prompt,) = load(str(tmp_path / "dapo.parquet"), columns=columns)
     assert text_of(prompt) == "<user>1+1<assistant>2<user>2+2<assistant>"
-    assert (prompt.answer, prompt.data_source, dict(prompt.extra), prompt.uid) == (
-        "4",
-        "math_dapo",
-        {"index": 7},
-        "dapo:1",
-    )
+    found = (prompt.answer, prompt.data_source, dict(prompt.extra), prompt.uid)
+    assert found == ("4", "math_dapo", {"index": 7}, "dapo:1")
 
 
 def test_the_answer_behind_a_marker(tmp_path):
     spec = jsonl(tmp_path, {"question": "q", "answer": "3 #### 4\n#### 1,234 "})
     columns = {"prompt": "question", "data_source": None}
-    assert (
-        load_prompts(spec, data_config(columns=columns, answer_after="####"), TOKENIZER, 99)[
-            0
-        ].answer
-        == "1,234"
-    )
-    assert (
-        load_prompts(spec, data_config(columns=columns), TOKENIZER, 99)[0].answer
-        == "3 #### 4\n#### 1,234"
-    )
-    assert load_prompts(spec, data_config(columns=columns), TOKENIZER, 99)[0].data_source == "train"
+    (prompt,) = load(spec, columns=columns, answer_after="####")
+    assert prompt.answer == "1,234"
+    (prompt,) = load(spec, columns=columns)
+    assert (prompt.answer, prompt.data_source) == ("3 #### 4\n#### 1,234", "train")
 
 
 BAD_FILES = [
@@ -132,13 +121,13 @@ BAD_FILES = [
 @pytest.mark.parametrize(("content", "message"), BAD_FILES)
 def test_a_bad_file_gives_one_error(tmp_path, content, message):
     with pytest.raises(ValueError, match=message) as caught:
-        load_prompts(write(tmp_path / "train.jsonl", content), data_config(), TOKENIZER, 40)
+        load(write(tmp_path / "train.jsonl", content), 40)
     assert str(tmp_path / "train.jsonl") in str(caught.value)
 
 
 def test_many_bad_rows_are_counted_not_listed(tmp_path):
     with pytest.raises(ValueError, match=r"rows 1, 2, 3, 4, 5, \.\.\. \(9 in all\): no answer"):
-        load_prompts(jsonl(tmp_path, *[row(answer="")] * 9), data_config(), TOKENIZER, 40)
+        load(jsonl(tmp_path, *[row(answer="")] * 9), 40)
 
 
 def test_two_system_messages_a_missing_marker_and_other_files_are_refused(tmp_path):
@@ -146,59 +135,42 @@ def test_two_system_messages_a_missing_marker_and_other_files_are_refused(tmp_pa
         tmp_path, row([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
     )
     with pytest.raises(ValueError, match=r"set data\.system_prompt=null"):
-        load_prompts(spec, data_config(system_prompt="x"), TOKENIZER, 99)
+        load(spec, system_prompt="x")
     with pytest.raises(
         ValueError, match=r"nothing after data\.answer_after = '####' in the answer: '4'"
     ):
-        load_prompts(spec, data_config(answer_after="####"), TOKENIZER, 99)
+        load(spec, answer_after="####")
     with pytest.raises(ValueError, match=r"none\.jsonl: no such file"):
-        load_prompts(str(tmp_path / "none.jsonl"), data_config(), TOKENIZER, 99)
+        load(str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match=r"x\.csv: not a known kind"):
-        load_prompts(write(tmp_path / "x.csv", "a,b"), data_config(), TOKENIZER, 99)
+        load(write(tmp_path / "x.csv", "a,b"))
     with pytest.raises(ValueError, match="not a readable parquet file"):
-        load_prompts(write(tmp_path / "x.parquet", "a,b"), data_config(), TOKENIZER, 99)
+        load(write(tmp_path / "x.parquet", "a,b"))
     with pytest.raises(ValueError, match=r"no chat template; .*data\.apply_chat_template=false"):
         load_prompts(spec, data_config(), character_tokenizer(None), 99)
 
 
 def test_long_prompts_can_be_dropped_but_not_all(tmp_path):
     spec = jsonl(tmp_path, row("a" * 50), row())
-    assert [
-        prompt.uid
-        for prompt in load_prompts(spec, data_config(on_long_prompt="drop"), TOKENIZER, 40)
-    ] == ["train:2"]
+    assert [prompt.uid for prompt in load(spec, 40, on_long_prompt="drop")] == ["train:2"]
     with pytest.raises(ValueError, match="prompt longer than"):
-        load_prompts(spec, data_config(on_long_prompt="drop"), TOKENIZER, 4)
+        load(spec, 4, on_long_prompt="drop")
 
 
 def test_a_prompt_without_a_token_is_named_also_where_long_ones_are_dropped(tmp_path):
     """The characters of the second are none of the tokenizer's."""
     spec = jsonl(tmp_path, row("3 + 4"), row("\u4e09\u56db"))
-    config = data_config(on_long_prompt="drop", apply_chat_template=False)
     with pytest.raises(ValueError, match="row 2: empty prompt: the tokenizer makes no token of it"):
-        load_prompts(spec, config, TOKENIZER, 40)
+        load(spec, 40, on_long_prompt="drop", apply_chat_template=False)
 
 
 def test_generated_tasks_take_turns_and_share_a_query():
-    prompts = load_prompts(
-        "reasoning_gym:chain_sum+gcd?size=3&seed=1", data_config(), TOKENIZER, 200
-    )
-    assert [prompt.data_source.removeprefix("reasoning_gym:") for prompt in prompts] == [
-        "chain_sum",
-        "gcd",
-    ] * 3
+    chain_sum, gcd = "reasoning_gym:chain_sum", "reasoning_gym:gcd"
+    prompts = load("reasoning_gym:chain_sum+gcd?size=3&seed=1", 200)
+    assert [prompt.data_source for prompt in prompts] == [chain_sum, gcd] * 3
     assert all(prompt.extra["answer"] == prompt.answer for prompt in prompts)
-    other = load_prompts(
-        "reasoning_gym:chain_sum?size=1&seed=1&max_terms=2+gcd?size=2&seed=4",
-        data_config(),
-        TOKENIZER,
-        200,
-    )
-    assert [prompt.data_source.removeprefix("reasoning_gym:") for prompt in other] == [
-        "chain_sum",
-        "gcd",
-        "gcd",
-    ]
+    other = load("reasoning_gym:chain_sum?size=1&seed=1&max_terms=2+gcd?size=2&seed=4", 200)
+    assert [prompt.data_source for prompt in other] == [chain_sum, gcd, gcd]
     assert text_of(other[1]) != text_of(prompts[1]), "the second task has a seed of its own"
 
 
@@ -207,16 +179,14 @@ def test_a_plus_inside_a_value_starts_no_task():
         "reasoning_gym:simple_equations?size=20&seed=1"
         '&operators=["+"]&operators_weights=[1.0]&max_terms=2'
     )
-    prompts = load_prompts(spec, data_config(), TOKENIZER, 200)
+    prompts = load(spec, 200)
     assert all("-" not in text_of(prompt).split("=")[0] for prompt in prompts)
 
 
 def test_generating_leaves_the_global_generator_of_numpy_alone():
     numpy.random.seed(1)
     before = numpy.random.get_state()[1].copy()
-    load_prompts(
-        "reasoning_gym:chain_sum+pool_matrix?size=2&seed=1", data_config(), TOKENIZER, 9999
-    )
+    load("reasoning_gym:chain_sum+pool_matrix?size=2&seed=1", 9999)
     assert (numpy.random.get_state()[1] == before).all()
 
 
@@ -239,13 +209,11 @@ def test_generating_leaves_the_global_generator_of_numpy_alone():
 )
 def test_a_bad_generator_spec_gives_one_error(query, message):
     with pytest.raises(ValueError, match=message):
-        load_prompts(f"reasoning_gym:{query}", data_config(), TOKENIZER, 200)
+        load(f"reasoning_gym:{query}", 200)
 
 
 def test_held_out_prompts_leave_the_training_set(tmp_path):
-    train = load_prompts(
-        jsonl(tmp_path, row(), row("1+1", 2), row("3", 3)), data_config(), TOKENIZER, 40
-    )
+    train = load(jsonl(tmp_path, row(), row("1+1", 2), row("3", 3)), 40)
     assert [prompt.uid for prompt in without_overlap(train, train[1:2])] == ["train:1", "train:3"]
     assert without_overlap(train, train) == []
 
@@ -278,7 +246,7 @@ def test_a_template_that_leaves_the_prompt_out_is_refused(tmp_path):
     deaf = character_tokenizer("hello")
     with pytest.raises(ValueError, match="makes the same text of all 2 prompts"):
         load_prompts(jsonl(tmp_path, row(), row("1+1", 2)), data_config(), deaf, 40)
-    assert len(load_prompts(jsonl(tmp_path, row(), row()), data_config(), TOKENIZER, 40)) == 2
+    assert len(load(jsonl(tmp_path, row(), row()), 40)) == 2
 
 
 def test_a_template_that_shows_the_date_shows_that_of_the_run(tmp_path):

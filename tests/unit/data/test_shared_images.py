@@ -54,6 +54,13 @@ def settings(folder: Path):
     )
 
 
+def start(folder: Path, temporary: Path):
+    """World, settings, tokenizer and vision of this rank; shared files go to ``temporary``."""
+    tempfile.tempdir = str(temporary)
+    run = settings(folder)
+    return the_world(), run, load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+
+
 def contents(data: reading.Data) -> list[tuple[bytes, ...]]:
     prompts = [*data.train_prompts, *data.held_out_prompts]
     return [tuple(image.read() for image in prompt.images) for prompt in prompts]
@@ -84,10 +91,7 @@ def opened_images() -> Iterator[list]:
 
 @on_ranks(2)
 def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
-    tempfile.tempdir = str(tmp_path)
-    world = the_world()
-    run = settings(data_folder)
-    tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+    world, run, tokenizer, vision = start(data_folder, tmp_path)
     with opened_images() as opened:
         shared = shared_data(run, world, tokenizer, vision)
     assert len(opened) == (5, 0)[world.rank]
@@ -108,10 +112,7 @@ def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
 
 @on_ranks(2)
 def test_an_evaluation_reads_held_out_images_once_a_machine(data_folder, tmp_path):
-    tempfile.tempdir = str(tmp_path)
-    world = the_world()
-    run = settings(data_folder)
-    tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+    world, run, tokenizer, vision = start(data_folder, tmp_path)
     whole = shared_data(run, world, tokenizer, vision)
     with opened_images() as opened:
         data = shared_data(without_training(run), world, tokenizer, vision)
@@ -123,9 +124,7 @@ def test_an_evaluation_reads_held_out_images_once_a_machine(data_folder, tmp_pat
 
 @on_ranks(2)
 def test_a_bad_image_is_an_error_of_all_ranks(data_folder, tmp_path):
-    tempfile.tempdir = str(tmp_path)
-    world = the_world()
-    run = settings(data_folder)
+    world, run, tokenizer, vision = start(data_folder, tmp_path)
     bad = tmp_path / "bad.jsonl"
     if world.is_main:
         row = {"prompt": "<image>" + QUESTION, "answer": "1", "images": ["none.png"]}
@@ -133,15 +132,12 @@ def test_a_bad_image_is_an_error_of_all_ranks(data_folder, tmp_path):
     dist.barrier()
     run = run.model_copy(update={"data": run.data.model_copy(update={"train": str(bad)})})
     with pytest.raises(ValueError, match="the file cannot be read"):
-        shared_data(run, world, load_tokenizer(run.model.path), vision_of(run.model.path, run.data))
+        shared_data(run, world, tokenizer, vision)
 
 
 @on_ranks(2)
 def test_where_no_file_can_be_written_every_rank_reads(data_folder, tmp_path):
-    tempfile.tempdir = str(tmp_path / "nowhere")
-    world = the_world()
-    run = settings(data_folder)
-    tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+    world, run, tokenizer, vision = start(data_folder, tmp_path / "nowhere")
     data = shared_data(run, world, tokenizer, vision)
     assert not isinstance(data.train_prompts, prompt_file.StoredPrompts)
     assert contents(data) == contents(reading.read_sources(run, tokenizer, vision))

@@ -98,11 +98,8 @@ def images(folder: Path) -> list[Path]:
 def test_tool_scores_images_and_caches(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, paths, cache = (
-        encoder_folder(kind, tmp_path / "encoder"),
-        images(tmp_path),
-        tmp_path / "scores.parquet",
-    )
+    folder, paths = encoder_folder(kind, tmp_path / "encoder"), images(tmp_path)
+    cache = tmp_path / "scores.parquet"
     arguments = [str(folder), "--cache", str(cache), *map(str, paths)]
     assert tool.main(arguments) == 0
     first = capsys.readouterr()
@@ -129,32 +126,12 @@ def test_tool_scores_a_data_file_that_feeds_durian(
     ]
     data, out = tmp_path / "train.jsonl", tmp_path / "scored.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (
-        tool.main(
-            [
-                str(folder),
-                "--cache",
-                str(tmp_path / "c.parquet"),
-                "--data",
-                str(data),
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    words = [str(folder), "--cache", str(tmp_path / "c.parquet")]
+    words += ["--data", str(data), "--out", str(out)]
+    assert tool.main(words) == 0
     flat, both = (json.loads(line)["extra"] for line in out.read_text().splitlines())
     assert flat["level"] == 1 and 0 <= flat["visual_entropy"] < both["visual_entropy"]
     assert "visual_entropy" in load_method("durian").reads
-    words = [
-        str(folder),
-        "--cache",
-        str(tmp_path / "c.parquet"),
-        "--data",
-        str(data),
-        "--out",
-        str(out),
-    ]
     assert tool.main([*words, "--images-column", "picture"]) == 1
     assert "error: row 0: column 'picture' holds no image" in capsys.readouterr().err
     data.write_text('{"prompt": "a"}\n{"prompt": \n')

@@ -123,6 +123,12 @@ def simko(
     return found[5].item(), gradients[0][5].item(), gradients[1][5].tolist()
 
 
+def test_bounds_around_one_by_hand() -> None:
+    """rho 1.5 at A 2 stops at 1.3, and 0.5 at A -2 at 0.9."""
+    found = losses.clipped_around_one(vector(1.5, 0.5), vector(2, -2), 0.1, 0.3)
+    same(torch.cat([*found]), -2.6, 1.8, 0.9, 0.9, 1.3, 1.3)
+
+
 def test_simko_by_hand() -> None:
     """rho 1.1, A 2, a 0.2, K 2: the value is that of the plain loss, -2.2; of its gradient 0.8
     stay, and each of the two most likely tokens gets 0.1."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -99,10 +99,8 @@ def test_asserts_pass_or_fail(kind):
         "import math\ndef check(f):\n    assert math.isclose(f(0.1, 0.2), 0.3)\ncheck(add)",
         "x",
     )
-    assert [
-        accuracy(kind, GOOD, human_eval),
-        accuracy(kind, "def add(a, b): return 5", human_eval),
-    ] == [1, 0]
+    assert accuracy(kind, GOOD, human_eval) == 1
+    assert accuracy(kind, "def add(a, b): return 5", human_eval) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,10 +126,8 @@ def test_scripts_are_judged_by_what_they_print(kind):
     assert accuracy(kind, "a, b = map(int, input().split())\nprint(a + b, ' ')", task) == 1
     assert accuracy(kind, "input()\nprint(5)", task, partial=True) == 0.5
     assert accuracy(kind, "print(5)\n1 / 0", task) == 0
-    assert (
-        accuracy(kind, "if __name__ == '__main__':\n  print(sum(map(int, input().split())))", task)
-        == 1
-    )
+    as_main = "if __name__ == '__main__':\n  print(sum(map(int, input().split())))"
+    assert accuracy(kind, as_main, task) == 1
     large = Task("a", "", "x", {"tests": [{"input": "7 " * 100_000, "output": "700000"}]})
     assert accuracy(kind, "print(sum(map(int, input().split())))", large) == 1
 
@@ -256,25 +252,18 @@ def test_tests_that_cannot_be_run_are_refused_at_the_start(answer, message):
     reward = build_reward(config(verifier="code"))
     with pytest.raises(ValueError, match=rf"toy:1: .*{message}"):
         reward.check([prompt(answer)])
-    assert (
-        read_tests(Task("a", "", "x", {"tests": ["assert f(1) == 2", "assert f(2)"]}))[0].expression
-        == "f(1)"
-    )
+    first, _ = read_tests(Task("a", "", "x", {"tests": ["assert f(1) == 2", "assert f(2)"]}))
+    assert first.expression == "f(1)"
 
 
 def test_without_bubblewrap_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     refusal.cache_clear()
+    reward = build_reward(config(verifier="code", sandbox="bubblewrap"))
+    remedy = r"bwrap is not installed; install it \(apt-get install bubblewrap\).*rlimits_only"
     try:
-        with pytest.raises(
-            ValueError,
-            match=(
-                r"bwrap is not installed; install it \(apt-get install bubblewrap\).*rlimits_only"
-            ),
-        ):
-            build_reward(config(verifier="code", sandbox="bubblewrap")).check(
-                [prompt("assert f() == 1")]
-            )
+        with pytest.raises(ValueError, match=remedy):
+            reward.check([prompt("assert f() == 1")])
     finally:
         refusal.cache_clear()
 
@@ -283,14 +272,9 @@ def test_programs_are_judged_in_workers_and_from_any_thread():
     reward = build_reward(config(verifier="code", timeout_s=3.0, memory_gib=0.25))
     tasks = [prompt("assert add(2, 3) == 5")] * 3
     reward.check(tasks)
-    found = []
-    thread = threading.Thread(
-        target=lambda: found.extend(
-            reward.score(tasks, [GOOD, "while True: pass", CHEATS["forks"]], [False] * 3)
-        )
-    )
-    thread.start()
-    thread.join()
+    programs = [GOOD, "while True: pass", CHEATS["forks"]]
+    with ThreadPoolExecutor() as threads:
+        found = threads.submit(reward.score, tasks, programs, [False] * 3).result()
     assert [score.reward for score in found] == [1, 0, 0]
     assert not reward.problems
     reward.close()

@@ -18,8 +18,6 @@ FUNCTIONS = """
 import asyncio
 import os
 import sys
-import os
-import resource
 import time
 
 calls = 0
@@ -103,11 +101,7 @@ def test_a_number_is_the_reward_and_one_is_correct(function):
     assert (wrong.reward, wrong.correct) == (0, False)
     assert (right.reward, right.correct) == (2, True)
     assert (formed.reward, formed.correct) == (2.5, True)
-    assert formed.parts == {
-        "accuracy": 1.0,
-        "format": 1.0,
-        "function": 1.0,
-    }
+    assert formed.parts == {"accuracy": 1.0, "format": 1.0, "function": 1.0}
 
 
 def test_a_mapping_names_reward_accuracy_and_parts(function):
@@ -115,13 +109,8 @@ def test_a_mapping_names_reward_accuracy_and_parts(function):
     task = Prompt("toy:77", (1,), "4", "toy", {"n": 5})
     (found,) = reward.score([task], ["x"], [False])
     assert found.reward == 3 and found.correct
-    assert found.parts == {
-        "accuracy": 1.0,
-        "function": 3.0,
-        "uid": 6.0,
-        "text": 4.0,
-        "extra": 5.0,
-    }
+    own = {"uid": 6.0, "text": 4.0, "extra": 5.0}
+    assert found.parts == {"accuracy": 1.0, "function": 3.0} | own
 
 
 def test_an_asynchronous_function_waits_for_all_at_once(function):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -87,27 +87,17 @@ def test_answer_pattern_takes_its_last_match_and_format_the_whole_response():
             answer_pattern="<answer>(.*?)</answer>",
         )
     )
-    cases = {
-        "<think>a\nb</think><answer>4</answer>": (1.0, 1.0, True, {"accuracy": 1.0, "format": 1.0}),
-        "<think></think><answer>3</answer><answer>4</answer>": (
-            1.0,
-            1.0,
-            True,
-            {"accuracy": 1.0, "format": 1.0},
-        ),
-        "<think></think><answer>4</answer><answer>3</answer>": (
-            0.1,
-            0.0,
-            False,
-            {"accuracy": 0.0, "format": 1.0},
-        ),
-        "x<answer>4</answer>": (0.9, 1.0, True, {"accuracy": 1.0, "format": 0.0}),
-        "4": (0.0, 0.0, False, {"accuracy": 0.0, "format": 0.0}),
+    cases = {  # total, accuracy, format
+        "<think>a\nb</think><answer>4</answer>": (1.0, 1.0, 1.0),
+        "<think></think><answer>3</answer><answer>4</answer>": (1.0, 1.0, 1.0),
+        "<think></think><answer>4</answer><answer>3</answer>": (0.1, 0.0, 1.0),
+        "x<answer>4</answer>": (0.9, 1.0, 0.0),
+        "4": (0.0, 0.0, 0.0),
     }
     scores = reward.score([prompt()] * len(cases), list(cases), [False] * len(cases))
-    for score, (total, _, correct, parts) in zip(scores, cases.values(), strict=True):
-        assert score.reward == pytest.approx(total) and score.correct is correct
-        assert score.parts == parts and score.problem is None
+    for score, (total, accuracy, form) in zip(scores, cases.values(), strict=True):
+        assert score.reward == pytest.approx(total) and score.correct is (accuracy == 1)
+        assert score.parts == {"accuracy": accuracy, "format": form} and score.problem is None
 
 
 def entry(task: str, seed: int = 1, **settings) -> Prompt:
@@ -224,17 +214,8 @@ def test_prompts_that_cannot_be_verified_are_all_named():
         reward.check([prompt(source="b"), prompt(source="a")])
     with pytest.raises(ValueError, match="has no metadata"):
         reward.check([prompt(source="reasoning_gym:chain_sum")])
-    reward.check(
-        [
-            prompt(source=source)
-            for source in (
-                "gsm8k",
-                "math_dapo",
-                "HuggingFaceH4/aime_2024",
-                "DigitalLearningGmbH/MATH-lighteval",
-            )
-        ]
-    )
+    known = ("gsm8k", "math_dapo", "HuggingFaceH4/aime_2024", "DigitalLearningGmbH/MATH-lighteval")
+    reward.check([prompt(source=source) for source in known])
 
 
 @pytest.mark.parametrize(
@@ -317,21 +298,11 @@ def test_math_answers_off_the_main_thread_with_time_outs():
         ("7", "no idea", 0),
     ]
     reward = build_reward(config(verifier="math"))
-    found: list[float] = []
-
-    def work() -> None:
-        found.extend(
-            accuracies(
-                reward,
-                [prompt(gold, "math") for gold, _, _ in cases],
-                [text for _, text, _ in cases],
-            )
-        )
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [verdict for _, _, verdict in cases]
+    golds, texts, verdicts = zip(*cases, strict=True)
+    with ThreadPoolExecutor() as threads:
+        tasks = [prompt(gold, "math") for gold in golds]
+        found = threads.submit(accuracies, reward, tasks, texts).result()
+    assert found == list(verdicts)
     reasons = " ".join(reward.problems)
     assert "within reward.timeout_s = 1 s" in reasons and "cannot be parsed" in reasons
     assert sum(reward.problems.values()) == 2
