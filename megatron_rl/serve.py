@@ -89,12 +89,12 @@ def serve(config: Config, options: argparse.Namespace) -> None:
     """
     # Deferred until the configuration is valid: importing torch takes seconds.
     from megatron_rl.engine.arguments import engine_arguments, served_settings
-    from megatron_rl.engine.requirements import require_vllm
+    from megatron_rl.engine.requirements import check_start
     from megatron_rl.engine.serving import server
     from megatron_rl.runtime.registry import FOLDER, Lease, Registration, run_secret
     from megatron_rl.weight_sync.fleet.commands import HttpServer
 
-    require_vllm()
+    check_start(config.rollout)
     arguments = engine_arguments(config.model.path, config.rollout, config.seed, multimodal(config))
     folder = Path(config.run_dir) / FOLDER
     secret = run_secret(folder)
@@ -102,7 +102,8 @@ def serve(config: Config, options: argparse.Namespace) -> None:
     port = options.port or server.free_port(host)
     seen = HttpServer(f"http://{host}:{port}", _HEALTH_S, secret)
     command = server.server_command(arguments, host, port)
-    process = server.start_server(command, os.environ, secret)
+    invariant = config.rollout.batch_invariant
+    process = server.start_server(command, os.environ, secret, batch_invariant=invariant)
     lease: Lease | None = None
     try:
         while not _is_healthy(seen):

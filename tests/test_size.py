@@ -42,6 +42,7 @@ ENVIRONMENT_READERS = {
     "megatron_rl/engine/side_effects.py": (
         "variables that building the vLLM engine changes, to put them back"
     ),
+    "megatron_rl/trainer/build.py": "deterministic kernels of libraries, before their first call",
     "megatron_rl/engine/requirements.py": "allocator settings that vLLM cannot work with",
 }
 CONFIG_NAMES = {"config", "cfg", "conf", "settings"}

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from megatron_rl.loss import Method
 from megatron_rl.plugins import load_plugins
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.reporting.report import table
+from megatron_rl.runtime.device import make_deterministic
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import policy_settings
@@ -108,6 +110,8 @@ def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
         total_optimizer_steps=1,
         require_finite=False,
     )
+    if config.trainer.deterministic:
+        make_deterministic(os.environ)
     return MegatronPolicy(config.model, parallel, config.precision, config.optim, settings)
 
 

@@ -72,6 +72,7 @@ class TrainerConfig(Section):
     num_steps: PositiveInt
     epochs_per_rollout: PositiveInt
     stall_limit_s: PositiveFloat
+    deterministic: bool
 
 
 class BatchConfig(Section):
@@ -152,6 +153,7 @@ class RolloutConfig(Section):
     kv_cache_gib: PositiveFloat | None
     gpu_memory_utilization: PositiveFraction
     enforce_eager: bool
+    batch_invariant: bool
     enable_prefix_caching: bool
     sleep_level: Literal[0, 1, 2]
 

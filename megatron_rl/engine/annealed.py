@@ -88,7 +88,8 @@ class AnnealedSlots(SlotProcessor):
 
     def apply_staged_writes(self) -> None:
         if self._has_changed:
-            self._on_device.copy_(self._slots)
+            # The device is not waited for: memory that is not pinned has been read on return.
+            self._on_device.copy_(self._slots, non_blocking=True)
             self._has_changed = False
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:

@@ -38,6 +38,8 @@ def served_settings(config: RolloutConfig) -> dict[str, str]:
     }
     if config.anneal.schedule is not None:
         settings["rollout.anneal.start"] = "set"
+    if config.batch_invariant:
+        settings["rollout.batch_invariant"] = "true"
     return settings
 
 

@@ -132,7 +132,7 @@ class VllmEngine:
             model_path, self._config, seed, self._multimodal, without_weights=not self._is_filled
         )
         with undisturbed_process(), preserved_random_state(), ExitStack() as stack:
-            prepare_import()
+            prepare_import(batch_invariant=self._config.batch_invariant)
             from vllm import LLM  # after prepare_import, whose settings it reads
 
             lazy_loading.register_loader()
@@ -323,6 +323,8 @@ class VllmEngine:
         if asleep:
             with self._working() as llm:
                 llm.wake_up(tags=asleep)
+                if "weights" in asleep and self._config.sleep_level == 2:
+                    llm.collective_rpc("zero_positions")
             self._asleep -= set(asleep)
 
     def memory_bytes(self) -> int:

@@ -24,6 +24,12 @@ def check_start(config: RolloutConfig) -> None:
     require_vllm()
     if torch.cuda.is_available():
         require_fixed_segments(config, os.environ)
+    elif config.batch_invariant:
+        raise ValueError(
+            "rollout.batch_invariant = true: vLLM has such kernels for GPUs alone, and this machine"
+            " has none; set rollout.batch_invariant=false: on a CPU a response does not depend on"
+            " its batch"
+        )
 
 
 def require_vllm() -> None:

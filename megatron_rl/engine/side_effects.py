@@ -20,9 +20,10 @@ _RESTORED_VARIABLES = (
 )
 
 
-def prepare_import() -> None:
+def prepare_import(*, batch_invariant: bool) -> None:
     """Sets what vLLM reads from the environment when it is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(batch_invariant))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():

@@ -193,6 +193,7 @@ def transformer_config(
         calculate_per_token_loss=True,  # DDP reads it when it wraps a model
         use_cpu_initialization=on_cpu,
         perform_initialization=False,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         **fused_kernels(arch.num_experts > 0, bool(arch.mrope_section)),
         **recomputation(arch, parallel, precision),
         **model_fields(precision, arch.num_experts),

@@ -46,6 +46,7 @@ NON_TRAINING = (
     "nonfinite",
     "source.record_gib",
     "trainer.stall_limit_s",
+    "trainer.deterministic",
     "weight_sync",
 )
 # How engines and verifiers work, not what comes out of them.
@@ -57,6 +58,7 @@ RUNTIME = (
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
     "rollout.enforce_eager",
+    "rollout.batch_invariant",
     "rollout.enable_prefix_caching",
     "rollout.sleep_level",
     "reward.timeout_s",

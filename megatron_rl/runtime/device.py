@@ -8,7 +8,7 @@ same names for themselves). On a machine with CUDA nothing is ever replaced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -32,6 +32,13 @@ class _CpuStream:
         return _CpuEvent()
 
 
+# Variables of deterministic kernels: what counts as such, of which the first is set where there is
+# nothing. The reasons stand in the manuals of cuBLAS (workspaces), NCCL and Transformer Engine.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
 # Every name of torch.cuda that is replaced inside the scope.
 STAND_INS: dict[str, Any] = {
     # Gradient buffers, receive buffers and rotary tables are allocated on it.
@@ -90,3 +97,27 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def make_deterministic(environment: MutableMapping[str, str]) -> None:
+    """Has torch, cuBLAS, NCCL and Transformer Engine choose kernels that give the same bits for the
+    same input, before the first of their calls on a device.
+
+    torch warns, once, of an operation that has no such kernel: the engine of a colocated run shares
+    the switch, and its samplers may have some.
+
+    Args:
+        environment: the variables of this process.
+
+    Raises:
+        ValueError: a variable says otherwise.
+    """
+    for name, values in DETERMINISTIC.items():
+        if environment.setdefault(name, values[0]) not in values:
+            raise ValueError(
+                f"trainer.deterministic = true and {name}={environment[name]}: set it to"
+                f" {' or '.join(values)}, or unset it"
+            )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Nothing here reads memory before it is written, so it need not be filled.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

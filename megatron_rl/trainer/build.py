@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from megatron_rl.run.preflight import check_before_build
 from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.run.run_record import data_fingerprint
 from megatron_rl.run.start import LOGS
-from megatron_rl.runtime.device import device
+from megatron_rl.runtime.device import device, make_deterministic
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import rank_log
 from megatron_rl.runtime.guard.signals import StopRequest
@@ -183,6 +184,8 @@ def build_policy(
     if not read_weights:
         logger.info("policy: the weights are those of the checkpoint, the model is not read")
     settings = policy_settings(config, signals, vision, read_weights)
+    if config.trainer.deterministic:
+        make_deterministic(os.environ)
     return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
 
 

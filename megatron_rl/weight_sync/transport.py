@@ -179,7 +179,8 @@ class Transport:
         """Collective: raises WeightSyncError on every rank when a bucket of a checked run arrived
         with other bytes than were sent."""
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # the checksums have arrived
+            # The checksums have arrived. Not the whole device: an engine may be sampling on it.
+            torch.accelerator.current_stream(self.device).synchronize()
         compare(self.messages, report.checksums, self.group)
 
     def raise_everywhere(self, error: Exception | None, *, moved: bool = True) -> None:

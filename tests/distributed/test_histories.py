@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.method import load_method
+from megatron_rl.signals import signals_of
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, parts
 from tests.ranks import call
@@ -17,14 +18,15 @@ from tests.ranks import call
 def two_visits(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """Credit of two steps over the same eight prompts, and what is remembered after them."""
     rollouts, learner, policy = parts(path, layout, 1, ONE_ROW)
-    learner = replace(learner, method=load_method("dcpo"))
+    method = load_method("dcpo")
+    learner = replace(learner, method=method, signals=signals_of(method))
     advantages = []
     for step in (1, 2):
         scored = learner.score(rollouts.collect(step))
         assert scored.credit is not None
         advantages.append(scored.credit.advantages.tolist())
     policy.close()
-    return {"advantages": advantages, "state": learner.histories.state()}
+    return {"advantages": advantages, "state": learner.signals.state()["PromptHistory"]}
 
 
 @pytest.mark.full  # in the core tier: what is remembered, in unit/loss and unit/trainer

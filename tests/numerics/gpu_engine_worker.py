@@ -29,7 +29,7 @@ VOCAB = 2500
 
 def keep_asynchronous() -> None:
     """vLLM turns asynchronous scheduling off on a CPU, where it gains nothing."""
-    prepare_import()
+    prepare_import(batch_invariant=False)
     from vllm.platforms.cpu import CpuPlatform
 
     decide = CpuPlatform.check_and_update_config.__func__

@@ -235,10 +235,13 @@ def test_vllm_may_compile(cuda: pytest.MonkeyPatch) -> None:
     from megatron_rl.engine.side_effects import prepare_import
 
     names = "TORCHDYNAMO_DISABLE VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL"
-    for name in [*names.split(), "VLLM_NO_USAGE_STATS"]:
+    for name in [*names.split(), "VLLM_NO_USAGE_STATS", "VLLM_BATCH_INVARIANT"]:
         cuda.setenv(name, "")  # noted, so that it is put back
         cuda.delenv(name)
-    prepare_import()
+    prepare_import(batch_invariant=False)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "0"
+    prepare_import(batch_invariant=True)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in os.environ
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
@@ -273,6 +276,7 @@ def test_a_server_is_not_told_about_cpus(cuda: pytest.MonkeyPatch) -> None:
 
     seen: dict[str, str] = {}
     cuda.setattr(server.subprocess, "Popen", lambda *_, env, **__: seen.update(env))
-    server.start_server(["vllm"], {"HOME": "x"}, "secret")
+    server.start_server(["vllm"], {"HOME": "x"}, "secret", batch_invariant=True)
+    assert seen["VLLM_BATCH_INVARIANT"] == "1"
     assert seen["VLLM_API_KEY"] == "secret" and seen["HOME"] == "x"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in seen and "TORCHDYNAMO_DISABLE" not in seen

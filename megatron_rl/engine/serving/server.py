@@ -60,11 +60,12 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def start_server(
-    command: list[str], environment: Mapping[str, str], secret: str
+    command: list[str], environment: Mapping[str, str], secret: str, *, batch_invariant: bool
 ) -> subprocess.Popen[bytes]:
     """The process of the server; it is killed when this one ends, however that ends.
     ``environment``: of this process."""
     own = {
+        "VLLM_BATCH_INVARIANT": str(int(batch_invariant)),
         "VLLM_API_KEY": secret,
         "VLLM_SERVER_DEV_MODE": "1",  # the commands to pause and to take weights
         "VLLM_NO_USAGE_STATS": "1",

@@ -113,6 +113,14 @@ class WeightReceiver:
                 device=runner.device,
             )
 
+    def zero_positions(self) -> None:
+        """After a sleep that dropped memory. The positions of multimodal rope lie in the pool of
+        the weights, and a padded CUDA graph takes those that no request has written as indices."""
+        state = getattr(self.model_runner, "model_state", None)  # of the model runner of GPUs
+        rope = getattr(state, "rope_state", None)  # None: the model has none
+        if rope is not None:
+            rope.positions.zero_()
+
     def discover_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """See ``ShardReceiver.discover``."""
         return self.shard_receiver.discover(shapes)

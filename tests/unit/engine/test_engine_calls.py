@@ -54,7 +54,7 @@ class Llm:
         scores = [None, {4: SimpleNamespace(logprob=-0.25)}]
         return [SimpleNamespace(prompt_logprobs=scores) for _ in requests]
 
-    def collective_rpc(self, method: str, args: tuple) -> list:
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
         if method == "receive_weights":
             list(args[0])
         self.note(method)
@@ -86,7 +86,7 @@ def record(monkeypatch):
     )
     for name, value in (
         ("dist", world),
-        ("prepare_import", lambda: None),
+        ("prepare_import", lambda **_: None),
         ("unlink_broadcast_buffer", lambda: None),
         ("expected_tensors", lambda path: {"a": (2,)}),
         ("eos_token_ids", lambda path: ()),
@@ -117,11 +117,13 @@ def test_calls_are_made_in_the_stream_of_the_engine(record):
     # it.
     assert {stream for _, stream in calls} == {"other0"}, calls
     generation, update = ["enqueue", "step", "generate"], ["discover_shards", "receive_shards"]
-    sleep = ["sleep 2", "wake weights", "receive_weights", "wake kv_cache"]
+    woken = ["wake weights", "zero_positions"]
+    sleep = ["sleep 2", *woken, "receive_weights", "wake kv_cache"]
     assert [what for what, _ in calls] == [*generation, *update, *sleep]
     assert record.current == "policy"
     of_a_call = [("other0", "policy"), ("policy", "other0")]
-    assert record.waits == [("engine", "policy"), ("policy", "other0"), *of_a_call * len(calls)]
+    num_entered = len(calls) - 1  # positions are set in the call that wakes the weights
+    assert record.waits == [("engine", "policy"), ("policy", "other0"), *of_a_call * num_entered]
 
 
 def test_on_a_gpu_the_shared_memory_of_cpu_workers_is_not_asked_for(record, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.engine import requirements
+from megatron_rl.engine.arguments import served_settings
 from megatron_rl.engine.requirements import VLLM_VERSION, require_fixed_segments, require_vllm
 from tests.launch import REPO
 from tests.unit.engine.test_engine_calls import config
@@ -116,3 +117,13 @@ def test_the_environment_of_the_process_is_what_is_checked(monkeypatch):
         requirements.check_start(config("rollout.tensor=2").rollout)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     requirements.check_start(config("rollout.tensor=2").rollout)
+
+
+def test_batches_change_nothing_on_a_cpu(monkeypatch):
+    invariant = config("rollout.batch_invariant=true").rollout
+    with pytest.raises(ValueError, match=r"rollout\.batch_invariant = true: .* GPUs alone"):
+        requirements.check_start(invariant)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    requirements.check_start(invariant)
+    assert served_settings(invariant)["rollout.batch_invariant"] == "true"
+    assert "rollout.batch_invariant" not in served_settings(config().rollout)
