@@ -13,6 +13,7 @@ STAGES = [
 ]
 ANNEALED = ["rollout.anneal.start=1.2"]
 FREE = ["source=servers", "source.staleness=2", "source.schedule=free"]
+TRUNCATED = ["rollout.top_p=0.9", "rollout.top_k=50"]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
 
@@ -35,6 +36,10 @@ def problems(*overrides: str) -> list[str]:
             "method.mismatch.kind=icepop",
             "method.mismatch.cap=2.0",
         ],
+        TRUNCATED,
+        [*TRUNCATED, *ANNEALED],
+        [*TRUNCATED, *STAGES, "rollout_hooks.vcrl={}"],
+        ["rollout.top_k=1"],
         [*PARTIAL, *CORRECTED],
         [*PARTIAL, *CORRECTED, "trainer.epochs_per_rollout=2", "batch.prompts_per_minibatch=32"],
         ["rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
@@ -62,9 +67,10 @@ def test_what_goes_together(overrides):
     [
         (
             ["rollout.top_p=0.9"],
-            "rollout.top_p = 0.9: the sampler's probabilities are divided by the mass of the",
+            "rollout.top_p = 0.9, rollout.top_k = -1: the tokens that the sampler keeps travel",
         ),
-        (["rollout.top_k=50"], "off by that mass; set rollout.top_k=-1 "),
+        ([*TRUNCATED, "source=servers"], "with source = servers responses come without"),
+        ([*TRUNCATED, *PARTIAL, *CORRECTED], "with source.partial.groups_in_flight responses come"),
         (["source.staleness=1"], "colocated engines always sample with the newest"),
         (["source=servers", "source.staleness=1"], "method.mismatch.kind = none does not correct"),
         (
