@@ -58,6 +58,19 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.minimum(torch.maximum(ratio, lower), upper)", "torch.maximum(ratio, lower)"),
         ("return Clipped(torch.maximum(", "return Clipped(torch.minimum("),
     ],
+    ("response_losses", "gmpo"): [
+        ("log_ratio.clamp(max=high), log_ratio)", "log_ratio.clamp(-low, high), log_ratio)"),
+        ("advantages > 0, log_ratio.clamp(max=high)", "advantages < 0, log_ratio.clamp(max=high)"),
+        ("log_ratio.clamp(min=-low), stopped)", "log_ratio.clamp(min=1 - low), stopped)"),
+        ("log_ratio.clamp(min=-low), stopped)", "log_ratio, stopped)"),
+        (
+            "        stopped, loss_mask, response_index",
+            "        log_ratio, loss_mask, response_index",
+        ),
+        ("Clipped(-mean.exp() * advantages", "Clipped(-mean * advantages"),
+        ("Clipped(-mean.exp() * advantages", "Clipped(-mean.exp() * advantages.sign()"),
+        ("for bound in (-low, high))", "for bound in (high, -low))"),
+    ],
     ("response_losses", "adaptive_clip"): [
         ("1 - 4 * low / old_probability", "1 - 4 * low * old_probability"),
         ("1 + 4 * high / old_probability", "1 + high / old_probability"),
@@ -163,6 +176,19 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         (".exp().clamp(1 - low, 1 + high)", ".exp().clamp(1 - low, high)"),
         ("return -weight * advantages * logprobs", "return weight * advantages * logprobs"),
         ("return -weight * advantages * logprobs", "return -weight * advantages"),
+    ],
+    ("policy_losses", "sapo"): [
+        ("tau_neg).masked_fill(advantages > 0, tau_pos)", "tau_pos)"),
+        ("masked_fill(advantages > 0, tau_pos)", "masked_fill(advantages < 0, tau_pos)"),
+        (
+            "torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)",
+            "torch.where(advantages > 0, tau_pos, tau_neg).to(log_ratio.dtype)",
+        ),
+        ("log_ratio.clamp(max=20).exp() - 1)", "log_ratio.clamp(max=20).exp())"),
+        ("log_ratio.clamp(max=20).exp()", "log_ratio.exp()"),
+        ("-4 / tau * gate", "-gate"),
+        ("-4 / tau * gate", "-2 / tau * gate"),
+        ("-4 / tau * gate", "4 / tau * gate"),
     ],
     ("policy_losses", "reinforce"): [
         ("return -advantages * logprobs", "return advantages * logprobs"),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import torch
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
@@ -69,6 +69,25 @@ def cispo(
     """
     weight = log_ratio.detach().exp().clamp(1 - low, 1 + high)
     return -weight * advantages * logprobs
+
+
+@policy_loss()
+def sapo(
+    log_ratio: PerToken,
+    advantages: PerToken,
+    *,
+    tau_pos: PositiveFloat = 1.0,
+    tau_neg: PositiveFloat = 1.05,
+) -> PerToken:
+    """-(4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_pos where A > 0, else tau_neg: no clip, but a
+    gradient -4 p (1 - p) rho A, p the sigmoid, that fades as rho leaves 1.
+
+    rho stops at e^20, where p is 1: beyond it p' rho would be 0 times infinity.
+    Source: SAPO (arXiv 2511.20347) eq. 5-6.
+    """
+    tau = torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
+    gate = (tau * (log_ratio.clamp(max=20).exp() - 1)).sigmoid()
+    return -4 / tau * gate * advantages
 
 
 @policy_loss()

@@ -7,6 +7,7 @@ quantile of its response.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
+from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
 from megatron_rl.loss.per_token.whole_responses import WholeResponses
 from megatron_rl.loss.segments import segments_of
 from megatron_rl.loss.shapes import (
@@ -126,6 +128,35 @@ def adaptive_clip(
     lower = 0.5 + 0.5 * (1 - 4 * low / old_probability).clamp(min=0).sqrt()
     upper = (0.5 + 0.5 * (1 + 4 * high / old_probability).sqrt()).clamp(max=largest)
     return clipped(log_ratio.exp(), advantages, lower, upper)
+
+
+@policy_loss()
+def gmpo(
+    log_ratio: PerToken,
+    advantages: PerToken,
+    loss_mask: TokenMask,
+    response_index: TokenIndex,
+    response_loss_tokens: ResponseCounts,
+    sequence_sum: Callable[[Tensor], Tensor],
+    *,
+    low: NonNegativeFloat = 0.4,
+    high: NonNegativeFloat = 0.4,
+) -> Clipped:
+    """-s A, s the geometric mean over the response of rho, which stops at e^high where A > 0 and at
+    e^-low where A < 0.
+
+    log s is the mean over the response's loss tokens; a token that is stopped keeps its share of
+    that mean, and has no gradient. A response without loss tokens has s = 1.
+    Source: GMPO (arXiv 2507.20673), its objective with the clip at each token; its section 4 has
+    the range e^-0.4 to e^0.4.
+    """
+    stopped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio)
+    stopped = torch.where(advantages < 0, log_ratio.clamp(min=-low), stopped)
+    mean = sequence_log_ratio(
+        stopped, loss_mask, response_index, response_loss_tokens, sequence_sum
+    )
+    lower, upper = (torch.full_like(mean, bound).exp() for bound in (-low, high))
+    return Clipped(-mean.exp() * advantages, lower, upper)
 
 
 @policy_loss()

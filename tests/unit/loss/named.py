@@ -31,6 +31,8 @@ NAMED = {
     "dapo": Choice(high=0.28, aggregate="token"),
     "gspo": Choice(loss="gspo", low=3e-4, high=4e-4),
     "cispo": Choice(loss="cispo", low=1.0, high=2.0, aggregate="token"),
+    "sapo": Choice(loss="sapo"),
+    "gmpo": Choice(token="gmpo"),
     "reinforce_pp": Choice("whitened", aggregate="token"),
     "opo": Choice("opo", aggregate="token"),
     "gpg": Choice("gpg", loss="reinforce", aggregate="token"),

@@ -293,6 +293,11 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
             value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(
                 choice.loss, -min(ratio * advantage, clipped * advantage)
             )
+            if choice.loss == "sapo":
+                tau = 1.0 if advantage > 0 else 1.05
+                value = -4 / tau / (1 + math.exp(tau * (1 - ratio))) * advantage
+            if choice.token == "gmpo":
+                value = token_reference.gmpo(advantage, new_row, old_row)
             if row.given and choice.token in token_reference.GIVEN:
                 value = token_reference.of_given(choice.token, advantage, new, past, frozen)
             if choice.token == "papo":

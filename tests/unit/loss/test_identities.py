@@ -253,11 +253,12 @@ def test_on_policy_gradients_equal_reinforce(tokens: list[tuple[float, float]]) 
             "dual": lambda: losses.ppo_clip(log_ratio, advantages, low=0.2, high=0.2, dual_c=3.0),
             "cispo": lambda: losses.cispo(logprobs, log_ratio, advantages, low=1.0, high=2.0),
             "ratio": lambda: losses.ratio(log_ratio, advantages),
+            "sapo": lambda: losses.sapo(log_ratio, advantages, tau_pos=0.7, tau_neg=3.0),
         }[name]().sum().backward()
         assert logprobs.grad is not None
         return logprobs.grad
 
-    for name in ("ppo_clip", "dual", "cispo", "ratio"):
+    for name in ("ppo_clip", "dual", "cispo", "ratio", "sapo"):
         close(gradient(name), gradient("reinforce"))
 
 

@@ -67,6 +67,38 @@ def test_cispo() -> None:
     )
 
 
+def test_sapo_by_hand() -> None:
+    """sigmoid(log 3) = 3/4 and sigmoid(-log 3) = 1/4, p (1 - p) = 3/16: at tau 1 and A = 2 the loss
+    is -4 * 3/4 * 2 and the gradient -3/4 rho * 2; at tau 2 and A = -1, 4/2 * 1/4 and 3/4 rho. On
+    policy: -2 A / tau and -A."""
+    up, down = 1 + math.log(3), 1 - math.log(3) / 2
+    check(
+        lambda _, log_ratio, a: losses.sapo(log_ratio, a, tau_pos=1.0, tau_neg=2.0),
+        [
+            (up, 2, -6, -1.5 * up),
+            (down, -1, 0.5, 0.75 * down),
+            (1, 3, -6, -3),
+            (1, -3, 3, 3),
+            (up, 0, 0, 0),
+        ],
+    )
+
+
+def test_a_temperature_is_not_rounded_to_32_bits_by_hand() -> None:
+    tokens = vector(0, 0)
+    found = losses.sapo(tokens, vector(1, -1), tau_pos=1.3, tau_neg=1.05)
+    torch.testing.assert_close(found, vector(-2 / 1.3, 2 / 1.05), rtol=1e-14, atol=0)
+
+
+def test_sapo_of_a_ratio_beyond_floats() -> None:
+    """The gate is 1 there: -4 A / tau and no gradient, not NaN."""
+    log_ratio = torch.tensor([100.0, 100.0], requires_grad=True)
+    loss = losses.sapo(log_ratio, torch.tensor([1.0, -1.0]), tau_pos=1.0, tau_neg=2.0)
+    loss.sum().backward()
+    assert loss.tolist() == [-4, 2]
+    assert log_ratio.grad is not None and log_ratio.grad.tolist() == [0, 0]
+
+
 def test_reinforce() -> None:
     check(
         lambda logprobs, _, a: losses.reinforce(logprobs, a), [(5, 1, 0.7, -1), (0.1, -2, -1.4, 2)]

@@ -32,6 +32,68 @@ def test_entropy_clip_by_hand() -> None:
         check(function, [*plain, last])
 
 
+def gmpo(log_ratio: Tensor, advantages: Tensor, **knobs: float) -> losses.Clipped:
+    """Responses of two loss tokens and one, the third token takes no part."""
+    return losses.gmpo(
+        log_ratio,
+        advantages,
+        flags(1, 1, 0, 1),
+        torch.tensor([0, 0, 0, 1]),
+        torch.tensor([2, 1]),
+        lambda sums: sums,
+        **knobs,
+    )
+
+
+def test_gmpo_by_hand() -> None:
+    """log rho = 0.9, -0.8 with A = 2: the first stops at 0.3, s = exp(-0.5 / 2), and -2 s / 2 is
+    the gradient of the second alone, in the mean of the two. With A = -2 the second stops at -0.4:
+    s = exp(0.5 / 2). The last response: its own ratio, 0.9, is above for A = 1, not for -1."""
+    for sign, mean, first, second, alone in (
+        (1, -0.25, 0, -math.exp(-0.25), 0),
+        (-1, 0.25, math.exp(0.25), 0, math.exp(0.9)),
+    ):
+        log_ratio = vector(0.9, -0.8, 7, 0.9).requires_grad_()
+        advantages = sign * vector(2, 2, 2, 1)
+        found, lower, upper = gmpo(log_ratio, advantages, low=0.4, high=0.3)
+        same(found[:2].detach(), *[-sign * 2 * math.exp(mean)] * 2)
+        same(found[3:].detach(), -sign * math.exp(0.3 if sign > 0 else 0.9))
+        same(lower, *[math.exp(-0.4)] * 4)
+        same(upper, *[math.exp(0.3)] * 4)
+        (found * vector(0.5, 0.5, 0, 1)).sum().backward()
+        assert log_ratio.grad is not None
+        same(log_ratio.grad, first, second, 0, alone)
+
+
+def test_gmpo_without_advantage_is_zero_by_hand() -> None:
+    same(gmpo(vector(0.9, -0.8, 7, 0.9), vector(0, 0, 0, 0)).per_token, 0, 0, 0, 0)
+
+
+def test_gmpo_of_one_token_is_ppo_clip() -> None:
+    """At 1 - e^-0.4 and e^0.4 - 1, the defaults."""
+    draw = torch.Generator().manual_seed(0)
+    log_ratio, advantages = torch.randn(2, 50, generator=draw, dtype=torch.float64)
+    every = torch.ones(50, dtype=torch.int64)
+    found = losses.gmpo(
+        log_ratio, advantages, every.bool(), torch.arange(50), every, lambda sums: sums
+    )
+    bounds = {"low": 1 - math.exp(-0.4), "high": math.exp(0.4) - 1}
+    same(found.per_token, *policy_losses.ppo_clip(log_ratio, advantages, **bounds).tolist())
+
+
+def test_gmpo_divides_the_sum_over_ranks() -> None:
+    """Half of a response of four tokens; the other rank's half adds 0.6: (0.1 + 0.6) / 4."""
+    found = losses.gmpo(
+        vector(0.2, -0.1),
+        vector(1, 1),
+        flags(1, 1),
+        torch.tensor([0, 0]),
+        torch.tensor([4]),
+        lambda sums: sums + vector(0.6),
+    )
+    same(found.per_token, *[-math.exp(0.175)] * 2)
+
+
 def simko(
     rho: float, advantage: float, correct: int, is_argmax: int, **knobs: float
 ) -> tuple[float, float, list[float]]:

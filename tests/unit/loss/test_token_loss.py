@@ -114,6 +114,8 @@ def test_masked_tokens_are_never_used() -> None:
         PPO,
         {"policy_loss": {"name": "gspo", "low": 0.2, "high": 0.2}},
         {"policy_loss": {"name": "cispo"}},
+        {"policy_loss": {"name": "sapo"}},
+        {"policy_loss": {"name": "gmpo"}},
     ):
         for mismatch in ("none", "tis", "icepop", "sequence_mask"):
             data = batch(
@@ -177,6 +179,36 @@ def test_correction_weights_the_policy_term_alone() -> None:
     )
     dropped = run(plan(mismatch={"kind": "icepop"}), sampler_logprobs=sampler)
     same(dropped.metrics["policy/correction_dropped_share"][None], 1 / 3)
+
+
+def test_correction_weights_the_gate() -> None:
+    """On policy sapo is worth -2 A / tau, A = 1, 1, -2: at tau 1 and 2 w = 0.5, 2, 1 makes the
+    losses -1, -4 and 2, whose gradients are -w A. icepop leaves the second token out."""
+    sampler = vector(-1 - math.log(0.5), -2 - math.log(8), -3)
+    gate = {"name": "sapo", "tau_neg": 2.0}
+    for mismatch, weights in ((TIS, (0.5, 2, 1)), ({"kind": "icepop"}, (0.5, 0, 1))):
+        data = batch(sampler_logprobs=sampler)
+        result = token_loss(data, plan(policy_loss=gate, mismatch=mismatch))
+        result.loss.backward()
+        first, second, third = weights
+        same(result.loss[None].detach(), (-first - second + 2 * third) / 2)
+        assert data.logprobs.grad is not None
+        same(data.logprobs.grad, -first / 4, -second / 4, third)
+
+
+def test_correction_weights_the_geometric_mean() -> None:
+    """On policy gmpo is worth -A, at weights 1/2, 1/2 of two responses: w = 0.5, 2, 1 makes that
+    -1.25 and 2, and both tokens of the first have half of its gradient. A token that icepop drops
+    (w = 0.5, 0, 1) still moves the mean of its response."""
+    sampler = vector(-1 - math.log(0.5), -2 - math.log(8), -3)
+    for mismatch, mean in ((TIS, 1.25), ({"kind": "icepop"}, 0.25)):
+        data = batch(sampler_logprobs=sampler)
+        weighted = plan(policy_loss={"name": "gmpo"}, mismatch=mismatch)
+        result = token_loss(data, weighted)
+        result.loss.backward()
+        same(result.loss[None].detach(), (-mean + 2) / 2)
+        assert data.logprobs.grad is not None
+        same(data.logprobs.grad, -mean / 4, -mean / 4, 1)
 
 
 def test_clip_shares_by_hand() -> None:

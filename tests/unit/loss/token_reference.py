@@ -85,6 +85,15 @@ def of_given(name: str, advantage: float, new: float, past: float, frozen: float
     return 0.01 * f[name]
 
 
+def gmpo(advantage: float, new: list[float], old: list[float]) -> float:
+    """What is minimized at each token of a response; all have one advantage."""
+    product = 1.0
+    for now, past in zip(new, old, strict=True):
+        ratio = math.exp(now) / math.exp(past)
+        product *= min(ratio, math.exp(0.4)) if advantage > 0 else max(ratio, math.exp(-0.4))
+    return -advantage * product ** (1 / len(new))
+
+
 def peaks(entropies: list[float]) -> tuple[float, int, float, float]:
     """A number between the tokens at or above the 0.8-quantile and the others, how many they are,
     their mean, and what it was at the start."""
