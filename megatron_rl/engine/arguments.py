@@ -39,6 +39,8 @@ def served_settings(config: RolloutConfig) -> dict[str, str]:
     }
     if config.anneal.schedule is not None:
         settings["rollout.anneal.start"] = "set"
+    if config.is_truncated:
+        settings["rollout.top_k"] = str(config.top_k)
     return settings
 
 

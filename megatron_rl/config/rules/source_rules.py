@@ -40,9 +40,9 @@ def _truncated(config: Config) -> Iterator[str]:
             f"{key}: the tokens that the sampler keeps travel with every token, and only top_k"
             f" bounds them (4 bytes each); set rollout.top_k=100 or another bound, or {off}"
         )
-    # What brings responses without their kept tokens.
+    # What joins, cuts or records responses without their kept tokens.
     others = {
-        "source = servers": config.source.is_servers,
+        "source.schedule = free": config.source.schedule == "free",
         "source.partial.groups_in_flight": config.source.is_partial,
     }
     for other, is_on in others.items():
