@@ -153,6 +153,8 @@ class Completion:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", _packed("i", self.token_ids))
         object.__setattr__(self, "sampler_logprobs", _packed("f", self.sampler_logprobs))
+        if self.kept is not None:
+            object.__setattr__(self, "kept", _packed("i", self.kept))
         if not self.spans:
             whole = VersionSpan(self.weight_version, len(self.token_ids))
             object.__setattr__(self, "spans", (whole,))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_nonfinite import replayed
 from tests.e2e.toy import overrides, untimed_rows
 from tests.launch import launch
 
@@ -60,3 +61,11 @@ def test_the_policy_scores_what_was_sampled(folder: Path, more: tuple[str, ...])
         assert row["mismatch/logprob_abs_diff_max"] <= BOUND
         assert row["optim/grad_norm"] > 0
         assert row["policy/ratio_max"] > 1, "the second update has moved"
+
+
+def test_a_step_on_disk_replays_with_its_kept_tokens(folder: Path) -> None:
+    one_update = ("trainer.num_steps=1", "batch.prompts_per_minibatch=8", "nonfinite.bundle_step=1")
+    row, *_ = train(folder, "bundled", *one_update)
+    _, same = replayed(folder, folder / "bundled" / "nonfinite" / "step_000001", 2)
+    assert same["whole"]["loss"] == row["loss/total"]
+    assert same["whole"]["grad_norm"] == row["optim/grad_norm"]
