@@ -95,7 +95,9 @@ class Sampling:
     """How the engine samples.
 
     Logprobs are those of the distribution sampled from, after temperature and truncation. With a
-    seed, response j to a prompt depends on (seed, uid of the prompt, j) only.
+    seed, response j to a prompt depends on (seed, uid of the prompt, j) only. ``with_kept``: the
+    tokens that ``top_k`` and ``top_p`` keep come with each sampled one, so that training can
+    restrict the policy to them; ``top_k`` bounds their number.
 
     Example: ``Sampling(num_responses=8, max_response_tokens=64, temperature=1.0, seed=3)``.
     """
@@ -109,6 +111,12 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     annealing: Annealing | None = None  # in the place of ``temperature``, which is 1 then
+    with_kept: bool = False
+
+    @property
+    def num_kept(self) -> int:
+        """Most kept tokens that come with a sampled one."""
+        return self.top_k if self.with_kept else 0
 
 
 class VersionSpan(NamedTuple):
@@ -126,7 +134,9 @@ class Completion:
     Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token takes 8
     bytes and no Python object. ``spans``: which weights sampled which tokens, in their order; not
     given, one span of ``weight_version``. ``sampled``: which tokens the engine drew, where an
-    environment has appended others (those count in no loss, mean or check); None: all.
+    environment has appended others (those count in no loss, mean or check); None: all. ``kept``:
+    the ids that the sampler kept for each token, ``Sampling.num_kept`` places a token, -1 in free
+    ones; None: the whole vocabulary.
 
     Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``, whose spans
     are ``(VersionSpan(4, end=2),)``.
@@ -138,10 +148,13 @@ class Completion:
     weight_version: int  # of its first token, hence the oldest
     spans: tuple[VersionSpan, ...] = ()
     sampled: Sequence[bool] | None = None
+    kept: Sequence[int] | None = None  # array("i")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", _packed("i", self.token_ids))
         object.__setattr__(self, "sampler_logprobs", _packed("f", self.sampler_logprobs))
+        if self.kept is not None:
+            object.__setattr__(self, "kept", _packed("i", self.kept))
         if not self.spans:
             whole = VersionSpan(self.weight_version, len(self.token_ids))
             object.__setattr__(self, "spans", (whole,))
@@ -225,7 +238,8 @@ class SequenceBatch(Sequences):
 
     ``images``: of each row's prompt, one object for the rows of a prompt; None: no row has any.
     ``temperatures``: of each response token, in the place of the policy's; those of prompt tokens
-    are then 1.
+    are then 1. ``kept``: the only ids that have a probability in the place of each response token,
+    see ``Completion``; None: the whole vocabulary, as of prompt tokens.
     """
 
     token_ids: Int[Tensor, " all_tokens"]
@@ -234,6 +248,7 @@ class SequenceBatch(Sequences):
     prompt_index: Int[Tensor, " responses"] | None = None
     images: tuple[tuple[Image, ...], ...] | None = None
     temperatures: Float[Tensor, " tokens"] | None = None
+    kept: Int[Tensor, "tokens num_kept"] | None = None
 
     @property
     def offsets(self) -> Int[Tensor, " responses_plus_1"]:

@@ -162,6 +162,11 @@ class RolloutConfig(Section):
         """Ranks of one replica of the engine."""
         return self.tensor * self.pipeline
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether training samples from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0
+
     def response_limit(self, step: int) -> int:
         """Most tokens of a response of a training step, counted from 1."""
         limit = self.max_response_tokens

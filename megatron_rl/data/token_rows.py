@@ -16,9 +16,10 @@ class TokenRows:
     """Some rows of a step, the response tokens of all end to end.
 
     ``rows`` are row numbers in the canonical order of the step, ``lengths`` their response tokens,
-    and ``columns`` arrays of one value for each token: token ids, logprobs of any origin,
-    entropies. Example, row 4 with two tokens and row 1 with one: ``TokenRows(rows=[4, 1],
-    lengths=[2, 1], columns={"token_ids": [9, 2, 5], "sampler_logprobs": [-0.1, -0.7, -0.2]})``.
+    and ``columns`` arrays of one value, or row, for each token: token ids, logprobs of any origin,
+    entropies, the tokens that the sampler kept. Example, row 4 with two tokens and row 1 with one:
+    ``TokenRows(rows=[4, 1], lengths=[2, 1], columns={"token_ids": [9, 2, 5], "sampler_logprobs":
+    [-0.1, -0.7, -0.2]})``.
     """
 
     rows: Int[np.ndarray, " rows"]

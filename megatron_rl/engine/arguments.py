@@ -22,8 +22,9 @@ _BATCHED_TOKENS = 8192
 # CUDA build lets the product accumulate in float32.
 _FLOAT32_HEAD = {"head_dtype": "float32"}
 
-# By name: its module needs vLLM, which is imported when the engine is built.
+# By name: their modules need vLLM, which is imported when the engine is built.
 _ANNEALED_LOGITS = "megatron_rl.engine.annealed:AnnealedLogits"
+_TRUNCATED_LOGITS = "megatron_rl.engine.truncated:TruncatedLogits"
 
 
 def served_settings(config: RolloutConfig) -> dict[str, str]:
@@ -40,6 +41,8 @@ def served_settings(config: RolloutConfig) -> dict[str, str]:
         settings["rollout.anneal.start"] = "set"
     if config.batch_invariant:
         settings["rollout.batch_invariant"] = "true"
+    if config.is_truncated:
+        settings["rollout.top_k"] = str(config.top_k)
     return settings
 
 
@@ -80,8 +83,13 @@ def engine_arguments(
         "distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
         "cpu_distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
     }
-    if config.anneal.schedule is not None:
-        arguments["logits_processors"] = [_ANNEALED_LOGITS]
+    # In this order: what is kept follows from the logits at their temperature.
+    processors = [_ANNEALED_LOGITS] if config.anneal.schedule is not None else []
+    if config.is_truncated:
+        processors.append(_TRUNCATED_LOGITS)
+        arguments["max_logprobs"] = config.top_k
+    if processors:
+        arguments["logits_processors"] = processors
     if without_weights:
         arguments["load_format"] = WITHOUT_WEIGHTS
     if multimodal is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
 
 from megatron_rl.engine.requests import MultimodalConfig, behind, check_expansion, request
 from megatron_rl.engine.sampling import request_seed, vllm_sampling
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 # Of one call of ``stepped``: long enough for what is done around a call, such as a message to the
 # ranks of the replica, to cost little. An answer waits for the others of the call.
 STEPS = 8
+_MASS_TOLERANCE = 1e-3  # of all kept tokens; each logprob is rounded to float32
 
 
 class _Open(NamedTuple):
@@ -99,7 +104,7 @@ class RequestTracker:
         truncated = response.finish_reason == "length"
         token_ids = list(response.token_ids)
         return request_id, _completion(
-            token_ids, response.logprobs, truncated=truncated, version=version
+            token_ids, response.logprobs, request.what, truncated=truncated, version=version
         )
 
     def drop(self, llm: LLM, request_ids: Iterable[int]) -> int:
@@ -122,10 +127,13 @@ class RequestTracker:
         states = llm.llm_engine.output_processor.request_states
         paused = []
         for request_id in request_ids:
-            state = states[self._open[request_id].name]
+            request = self._open[request_id]
+            state = states[request.name]
             flat = state.logprobs_processor.logprobs
             token_ids = list(state.detokenizer.output_token_ids)
-            paused.append(_completion(token_ids, flat, truncated=False, version=version))
+            paused.append(
+                _completion(token_ids, flat, request.what, truncated=False, version=version)
+            )
         self.drop(llm, request_ids)
         return paused
 
@@ -146,8 +154,41 @@ def _length(llm: LLM, name: str) -> int:
 
 
 def _completion(
-    token_ids: list[int], flat: FlatLogprobs, *, truncated: bool, version: int
+    token_ids: list[int], flat: FlatLogprobs, what: str, *, truncated: bool, version: int
 ) -> Completion:
-    """``flat``: ids and logprobs of all tokens in two lists, see ``vllm_sampling``."""
-    assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
-    return Completion(token_ids, flat.logprobs, truncated, version)
+    """``flat``: ids and logprobs in two lists, see ``vllm_sampling``: of each token those of the
+    sampled one, and then of the most likely ones, if they are wanted."""
+    if len(flat.token_ids) == len(token_ids):
+        assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
+        return Completion(token_ids, flat.logprobs, truncated, version)
+    # [tokens, 1 + num_kept]
+    ids = np.array(flat.token_ids, dtype=np.int32).reshape(len(token_ids), -1)
+    logprobs = np.array(flat.logprobs).reshape(ids.shape)
+    assert ids[:, 0].tolist() == token_ids, "the first is the sampled token"
+    kept = array("i", kept_tokens(ids, logprobs, what).tobytes())
+    return Completion(token_ids, logprobs[:, 0].tolist(), truncated, version, kept=kept)
+
+
+def kept_tokens(
+    ids: Int[np.ndarray, "tokens places"], logprobs: Float[np.ndarray, "tokens places"], what: str
+) -> Int[np.ndarray, "tokens num_kept"]:
+    """The tokens that each of a response was drawn from, -1 in free places.
+
+    Args:
+        ids: The sampled token, then the most likely ones.
+        logprobs: Of these, in nats; -inf of what the sampler has left out.
+
+    Raises:
+        RuntimeError: a token was drawn from others than these; names ``what``.
+    """
+    kept = np.where(np.isfinite(logprobs[:, 1:]), ids[:, 1:], -1)
+    mass = np.exp(logprobs[:, 1:]).sum(1)
+    is_wrong = ~(kept == ids[:, :1]).any(1) | (abs(mass - 1) > _MASS_TOLERANCE)
+    if is_wrong.any():
+        place = int(is_wrong.argmax())
+        raise RuntimeError(
+            f"{what}: token {ids[place, 0]} (number {place} of a response) was not drawn from the"
+            f" {(kept[place] >= 0).sum()} tokens that vLLM kept, whose mass is {mass[place]:g};"
+            " another logits processor of the engine may change its logits"
+        )
+    return kept

@@ -139,6 +139,11 @@ def check_request(prompt: Prompt, sampling: Sampling, config: RolloutConfig) -> 
                 f"sampling: the temperature is annealed, and the constant one is"
                 f" {sampling.temperature:g}; set it to 1"
             )
+    if sampling.num_kept > max(config.top_k, 0):
+        raise ValueError(
+            f"sampling: the {sampling.num_kept} tokens that the sampler keeps are wanted,"
+            f" rollout.top_k is {config.top_k}, with which the engine is built for them; raise it"
+        )
     if len(prompt.token_ids) > config.max_prompt_tokens:
         raise ValueError(
             f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens, rollout.max_prompt_tokens is"

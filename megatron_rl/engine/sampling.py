@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # The engine adds the sample index to the seed and keeps the sum in a signed 64-bit integer.
 SEED_BITS = 62
 ANNEALED = "megatron_rl_annealed"
+TRUNCATED = "megatron_rl_truncated"
 # A request for the logprobs of its prompt. vLLM must generate a token; it is thrown away.
 SCORING = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
@@ -50,12 +51,15 @@ def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int])
 
     It ends with one of ``eos_token_ids`` or ``stop_token_ids`` (kept as its last token),
     with a ``stop`` string (its tokens are kept), or at the length limit. Logprobs are those of the
-    sampled token only.
+    sampled token, and ``with_kept`` of the ``num_kept`` most likely ones.
     """
+    # Where the kept tokens are wanted, ``engine.truncated`` makes them so few.
+    cut = {"top_p": 1.0, "top_k": -1} if sampling.with_kept else {}
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        **cut,
         "seed": seed,
         "max_tokens": sampling.max_response_tokens,
         "stop": list(sampling.stop),
@@ -64,7 +68,7 @@ def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int])
         # hence other ones when it has none.
         "ignore_eos": True,
         "detokenize": bool(sampling.stop),
-        "logprobs": 0,
+        "logprobs": sampling.num_kept,
     }
 
 
@@ -78,7 +82,7 @@ def vllm_sampling(
 
     return SamplingParams(
         **sampling_values(sampling, seed, eos_token_ids),
-        extra_args=annealed_request(sampling.annealing, num_there),
+        extra_args=extra_args(sampling, num_there),
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -91,6 +95,15 @@ def annealed_request(annealing: Annealing | None, num_there: int) -> dict[str, A
         return None
     numbers = (annealing.start, annealing.end, annealing.decay_tokens, annealing.plain_tokens)
     return {ANNEALED: [*map(float, numbers), float(num_there)]}
+
+
+def extra_args(sampling: Sampling, num_there: int) -> dict[str, Any] | None:
+    """What the logits processors of the package read of a request."""
+    annealed = annealed_request(sampling.annealing, num_there)
+    if not sampling.with_kept:
+        return annealed
+    limits = [float(sampling.top_k), sampling.top_p, sampling.temperature]
+    return {**(annealed or {}), TRUNCATED: limits}
 
 
 def scoring() -> SamplingParams:

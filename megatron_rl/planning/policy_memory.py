@@ -36,7 +36,7 @@ class PolicyMemory:
     """Bytes of the policy on one rank, by purpose.
 
     Attributes:
-        logits: the live chunk and the head's float32 gradient.
+        logits: the live chunk, the kept tokens and the head's float32 gradient.
         reference: the starting weights, which are kept on the host (a pass with them borrows the
             gradients' memory).
         fp8_copies: copies of weights that FP8 layers keep between passes.
@@ -185,14 +185,17 @@ def live_layers(parallel: ParallelConfig, stage: int, layers: int) -> int:
 
 
 def _logit_bytes(arch: Architecture, parallel: ParallelConfig, stage: int, load: Workload) -> int:
-    """The live chunk of logits, and the float32 gradient of the head: on the last stage only."""
+    """The live chunk of logits, the tokens that the sampler kept, and the float32 gradient of the
+    head: on the last stage only."""
     if stage < parallel.pipeline - 1:
         return 0
     rows = padded_vocab(arch.vocab_size, load.make_vocab_divisible_by, parallel.tensor)
     tokens = math.ceil(load.tokens_per_microbatch / parallel.context)
     chunk_tokens = min(load.logprob_chunk_tokens, tokens)
+    # 32-bit ids of the micro-batch; of a chunk two 64-bit copies, and their logits twice.
+    kept = load.num_kept * (4 * tokens + 24 * chunk_tokens)
     # Logits are [chunk_tokens, rows of this rank], the gradient [rows of this rank, hidden_size].
-    return FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + arch.hidden_size)
+    return kept + FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + arch.hidden_size)
 
 
 def _fp8_copy_bytes(

@@ -21,6 +21,7 @@ class Workload:
         tokens_per_microbatch: the largest micro-batch of a data-parallel rank.
         tokens_per_minibatch: all its sequences at their longest.
         fused: layers of Transformer Engine.
+        num_kept: most tokens that the sampler keeps for each of a response.
     """
 
     world_size: int
@@ -31,6 +32,7 @@ class Workload:
     fused: bool
     keep_reference: bool = False
     freeze_vision: bool = False
+    num_kept: int = 0
 
 
 def workload(
@@ -53,6 +55,7 @@ def workload(
         tokens_per_microbatch=min(batch.tokens_per_microbatch, times * most_tokens),
         tokens_per_minibatch=times * sequences * longest,
         logprob_chunk_tokens=LOGPROB_CHUNK_TOKENS,
+        num_kept=max(config.rollout.top_k, 0),
         make_vocab_divisible_by=config.model.make_vocab_divisible_by,
         fused=fused,
         keep_reference=keep_reference,

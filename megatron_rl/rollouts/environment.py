@@ -45,6 +45,9 @@ def appended(completion: Completion, tokens: Sequence[int]) -> Completion:
     """
     length = len(completion.token_ids)
     sampled = [True] * length if completion.sampled is None else list(completion.sampled)
+    kept = completion.kept
+    if kept is not None and length:  # the whole vocabulary for what was not drawn
+        kept = array("i", kept) + array("i", [-1]) * (len(kept) // length * len(tokens))
     return replace(
         completion,
         token_ids=array("i", completion.token_ids) + array("i", tokens),
@@ -52,4 +55,5 @@ def appended(completion: Completion, tokens: Sequence[int]) -> Completion:
         truncated=False,
         spans=(*completion.spans, VersionSpan(APPENDED, length + len(tokens))),
         sampled=[*sampled, *([False] * len(tokens))],
+        kept=kept,
     )

@@ -63,11 +63,13 @@ class SampledStep(NamedTuple):
         ]
         return cls(summary, prompts, completions, refused)
 
-    def responses(self, rank: int, *, with_versions: bool) -> Responses:
-        """As rows. ``with_versions``: adds a column with the version of each token."""
+    def responses(self, rank: int, *, with_versions: bool, num_kept: int = 0) -> Responses:
+        """As rows. ``with_versions``: adds a column with the version of each token; ``num_kept``
+        (that of their sampling): one with the tokens that the sampler kept."""
         answers = self.summary.answers
         holders = np.array([answer.holder for answer in answers], dtype=np.int64)
-        tokens = token_rows(np.flatnonzero(holders == rank), self.completions)
+        rows = np.flatnonzero(holders == rank)
+        tokens = token_rows(rows, self.completions, num_kept=num_kept)
         if with_versions:
             columns = {**tokens.columns, "weight_versions": token_versions(self.completions)}
             tokens = replace(tokens, columns=columns)
@@ -155,8 +157,9 @@ class Rollouts:
         """
         clock = Clock()
         sampled = self.engines.step(step, clock)
+        sampling, resampling = self.job.plan.of_step(step), self.job.plan.hooks
         with clock("rollout"):
-            responses = self._responses(sampled)
+            responses = self._responses(sampled, sampling)
         summary = sampled.summary
         groups = summary.groups
         self._excluded_share(step, responses, summary)
@@ -168,7 +171,6 @@ class Rollouts:
                 " entirely wrong (samples.jsonl has some of the last); use easier or harder"
                 " prompts, raise method.filters.dynamic_sampling.max_tries or switch it off (null)"
             )
-        sampling, resampling = self.job.plan.of_step(step), self.job.plan.hooks
         # Before hooks of scored rollouts and credit: a group is trained with all of its responses.
         again = resampling.run(self.run, step, sampling, responses, clock, sampled.refused)
         share = self._excluded_share(step, again.responses, summary)
@@ -214,10 +216,13 @@ class Rollouts:
     ) -> Responses:
         """Collective, inside ``generation``: ``sampling.num_responses`` scored responses to each of
         some prompts that are no part of training."""
-        return self._responses(self.engines.generate(prompts, sampling, what, clock or Clock()))
+        sampled = self.engines.generate(prompts, sampling, what, clock or Clock())
+        return self._responses(sampled, sampling)
 
-    def _responses(self, sampled: SampledStep) -> Responses:
-        return sampled.responses(self.world.rank, with_versions=self.engines.has_versions)
+    def _responses(self, sampled: SampledStep, sampling: Sampling) -> Responses:
+        with_versions = self.engines.has_versions
+        num_kept = sampling.num_kept
+        return sampled.responses(self.world.rank, with_versions=with_versions, num_kept=num_kept)
 
     def training(self) -> AbstractContextManager[None]:
         """See protocols.RolloutSource, as are the methods below."""

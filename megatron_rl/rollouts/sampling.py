@@ -84,6 +84,7 @@ def rollout_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
         stop_token_ids=stop_ids,
         stop=rollout.stop,
         annealing=rollout.anneal.schedule,
+        with_kept=rollout.is_truncated,
     )
 
 

@@ -145,6 +145,7 @@ def _saved(completions: Mapping[Place, Completion]) -> list[dict[str, Any]]:
             "truncated": one.truncated,
             "weight_version": one.weight_version,
             "spans": [list(span) for span in one.spans],
+            **({} if one.kept is None else {"kept": torch.tensor(one.kept, dtype=torch.int32)}),
         }
         for (group, response), one in sorted(completions.items(), key=lambda pair: pair[0])
     ]
@@ -158,6 +159,7 @@ def _restored(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
             one["truncated"],
             one["weight_version"],
             tuple(VersionSpan(*span) for span in one["spans"]),
+            kept=array("i", one["kept"].tolist()) if "kept" in one else None,
         )
         for one in saved
     }

@@ -46,11 +46,14 @@ class ResumePoint:
 def with_date(config: Config, world: World) -> Config:
     """Collective: ``config`` with the day that chat templates show: as given, or that of the run so
     far, or today. A run whose prompts change at midnight could not be resumed."""
-    if config.data.template_date is not None:
-        return config
-    record = world.from_main(lambda: read_record(Path(config.run_dir) / CONFIG)) or {}
+    record = world.from_main(lambda: read_record(Path(config.run_dir) / CONFIG))
     today = world.from_main(lambda: str(date.today()))
-    day = record.get("data", {}).get("template_date") or today
+    return _with_date_of(record, config, today)
+
+
+def _with_date_of(record: dict[str, Any] | None, config: Config, today: str | None) -> Config:
+    """``config`` with the day as given, or that of the run so far, or ``today``."""
+    day = config.data.template_date or (record or {}).get("data", {}).get("template_date") or today
     data = config.data.model_copy(update={"template_date": day})
     return config.model_copy(update={"data": data})
 
@@ -80,7 +83,7 @@ def finished_text(config: Config) -> str | None:
         or directory.problem(newest)
     ):
         return None
-    changes = differences(record, describe(config, 1, None))
+    changes = differences(record, describe(_with_date_of(record, config, None), 1, None))
     # The prompts have not been read: a change of ``data`` alone may still be the same content.
     if any(not change.key.startswith("data.") for change in changes):
         _refuse_changes(config, f"{folder} holds", changes)

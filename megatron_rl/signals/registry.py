@@ -20,6 +20,8 @@ from megatron_rl.types import Prompt
 
 S = TypeVar("S", bound=type[Signal])
 _SIGNALS: dict[str, type[Signal]] = {}  # by column
+# The most likely token is always kept, and a prompt has its whole vocabulary.
+_OF_KEPT_TOKENS = {"entropy", "is_argmax", "prompt_logprobs"}
 
 
 def register_signal(signal: S) -> S:
@@ -85,8 +87,17 @@ class Signals:
         return sum(signal.extra_tokens for signal in self.members)
 
     def check(self, prompts: Sequence[Prompt], config: Config) -> None:
-        """Raises ValueError where a signal cannot be computed of the training prompts."""
+        """Raises ValueError where a signal cannot be computed of the training prompts, or of a
+        policy that is restricted to the tokens that the sampler keeps."""
+        rollout = config.rollout
         for signal in self.members:
+            if rollout.is_truncated and not _fits_kept_tokens(signal):
+                raise ValueError(
+                    f"rollout.top_p = {rollout.top_p:g}, rollout.top_k = {rollout.top_k}: the"
+                    f" method reads {_first_column(type(signal))}, which needs the policy's"
+                    " probabilities of tokens that the sampler does not keep; set"
+                    " rollout.top_p=1.0 rollout.top_k=-1, or choose another method"
+                )
             signal.check(prompts, config)
 
     def prepare(self, data: Data, setup: SignalSetup) -> Data:
@@ -151,6 +162,13 @@ class Extended:
         for extension in reversed(self.extensions):
             scores = extension.without(scores)
         return scores
+
+
+def _fits_kept_tokens(signal: Signal) -> bool:
+    """Whether it asks a policy of few tokens for no probability of others, and works on the tokens
+    of the step alone, for which there are kept ones."""
+    names = {output.name for output in (*signal.score_outputs, *signal.update_outputs)}
+    return names <= _OF_KEPT_TOKENS and type(signal).extend is Signal.extend
 
 
 def signals_of(method: Method, seed: int = 0) -> Signals:

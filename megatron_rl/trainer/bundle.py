@@ -48,10 +48,13 @@ IMAGES = "images"
 COLUMN = "column."
 TOKEN_COLUMN = "token_column."
 # Of a batch of sequences, an experience and its credit: what stands under its own name.
-OF_SEQUENCES = ("token_ids", "prompt_lengths", "response_lengths", "prompt_index", "temperatures")
+OF_SEQUENCES = (
+    *("token_ids", "prompt_lengths", "response_lengths"),
+    *("prompt_index", "temperatures", "kept"),
+)
 OF_EXPERIENCE = ("group_ids", "rewards", "correct", "truncated", "num_sampled")
 OF_CREDIT = ("advantages", "kl_weights", "keep")
-OF_TOKENS = ("sampler_logprobs", "sampled")
+OF_TOKENS = ("sampler_logprobs", "sampled", "kept")
 
 Images = Sequence[Sequence[tuple[str, int, int]]]  # of each row: digest, width, height
 
@@ -140,6 +143,8 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
     responses = experience.responses
     temperatures = policy_temperatures(experience.annealing, responses.lengths)
     sequences = replace(sequence_batch(pairs, experience.group_ids), temperatures=temperatures)
+    if "kept" in tokens.columns:
+        sequences = replace(sequences, kept=torch.from_numpy(tokens.columns["kept"]))
     tensors: dict[str, Tensor | None] = {
         (TOKEN_COLUMN if name in experience.token_columns else "") + name: torch.from_numpy(values)
         for name, values in tokens.columns.items()

@@ -115,7 +115,8 @@ class Placement:
             # Not the owner: room for what it gives below.
             num_tokens = int(lengths.sum())
             columns = {
-                name: np.empty(num_tokens, values.dtype) for name, values in held.columns.items()
+                name: np.empty((num_tokens, *values.shape[1:]), values.dtype)
+                for name, values in held.columns.items()
             }
             tokens = TokenRows(own, lengths, columns)
         if not everywhere:
@@ -129,7 +130,12 @@ class Placement:
             [prompt.images for prompt in prompts],
         )
         temperatures = policy_temperatures(experience.annealing, lengths)
-        batch = replace(batch, temperatures=temperatures)
+        kept = tokens.columns.get("kept")
+        batch = replace(
+            batch,
+            temperatures=temperatures,
+            kept=None if kept is None else torch.from_numpy(kept),
+        )
         # By their places in the batch, whose rows are in increasing order.
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
         return Placed(tokens, LocalBatch(batch, places, torch.from_numpy(own)))

@@ -68,6 +68,7 @@ HOOKS = [
 FILTERED = "method.filters.dynamic_sampling.max_tries=8"
 IN_PARTS = "source.partial.groups_in_flight=14"
 ANNEALED = [f"rollout.anneal.{key}" for key in ("start=1.6", "decay_tokens=8", "plain_tokens=1")]
+TRUNCATED = ("rollout.top_k=8", "rollout.top_p=0.9")
 PAIRS = {
     "dynamic_sampling_partial": (IN_PARTS, FILTERED),
     "hooks_partial": (IN_PARTS, "rollout_hooks.dars.extra=2", "rollout_hooks.vcrl.kappa=0.2"),
@@ -75,6 +76,7 @@ PAIRS = {
     "demonstrations_partial": (IN_PARTS, "method=rl_plus"),
     "demonstrations_hooks": ("method=rl_plus", "rollout_hooks.vcrl.kappa=0.2"),
     "annealing": ANNEALED,
+    "truncation": TRUNCATED,
 }
 ON_SERVERS = (*ASYNCHRONOUS, "source=servers", "source.staleness=1")
 
@@ -125,7 +127,8 @@ def servers(folder) -> Iterator[list[Served]]:
                 (home / FOLDER / SECRET).touch(mode=0o600)
                 (home / FOLDER / SECRET).write_text("known to these servers\n")
             command = [sys.executable, "-m", "megatron_rl.serve", "--lease-s", "60"]
-            command += overrides(folder, home, *ON_SERVERS, *ANNEALED)  # no other test samples so
+            # No other tests sample so.
+            command += overrides(folder, home, *ON_SERVERS, *ANNEALED, *TRUNCATED)
             log = folder / f"server{number}.log"
             with log.open("w") as output:
                 to_log = {"stdout": output, "stderr": output}

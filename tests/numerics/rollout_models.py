@@ -105,6 +105,7 @@ def engine_config(**changes: object) -> RolloutConfig:
         "gpu_memory_utilization": 0.5,
         "enforce_eager": True,
         "enable_prefix_caching": True,
+        "batch_invariant": False,
         "sleep_level": 0,
     }
     return RolloutConfig(**{**values, **changes})

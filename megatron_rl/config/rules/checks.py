@@ -277,6 +277,9 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
             f" {config.model.path} sees none; give one that does (Qwen2.5-VL), or choose another"
             " method"
         )
+    top_k = config.rollout.top_k
+    if sizes.vocab_size and top_k > sizes.vocab_size:
+        yield f"rollout.top_k = {top_k}: the model has {sizes.vocab_size} tokens; set at most that"
     of_self = config.method.self_reward
     if of_self is not None and sizes.vocab_size and of_self.token_id >= sizes.vocab_size:
         yield (

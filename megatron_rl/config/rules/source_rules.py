@@ -31,12 +31,26 @@ def source_problems(config: Config) -> Iterator[str]:
 def _truncated(config: Config) -> Iterator[str]:
     """Training alone: ``evaluation.top_p`` is free, since nothing is trained on its responses."""
     rollout = config.rollout
-    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
-        if value != off:
+    if not rollout.is_truncated:
+        return
+    key = f"rollout.top_p = {rollout.top_p:g}, rollout.top_k = {rollout.top_k}"
+    off = "set rollout.top_p=1.0 rollout.top_k=-1 (evaluation.top_p may stay)"
+    if rollout.top_k < 1:
+        yield (
+            f"{key}: the tokens that the sampler keeps travel with every token, and only top_k"
+            f" bounds them (4 bytes each); set rollout.top_k=100 or another bound, or {off}"
+        )
+    # What joins, cuts or records responses without their kept tokens.
+    others = {
+        "source.schedule = free": config.source.schedule == "free",
+        "source.partial.groups_in_flight": config.source.is_partial,
+    }
+    for other, is_on in others.items():
+        if is_on:
             yield (
-                f"rollout.{key} = {value}: the sampler's probabilities are divided by the mass of"
-                " the tokens that it keeps, the policy's are not, so every importance ratio would"
-                f" be off by that mass; set rollout.{key}={off} (evaluation.top_p may stay)"
+                f"{key}: with {other} responses come without the tokens that the sampler has kept,"
+                " so the policy cannot be divided by their mass, as the sampler is, and every"
+                f" importance ratio would be off by it; {off}"
             )
 
 

@@ -7,19 +7,23 @@ that its answer follows from, so it may be sent to another server when one is lo
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import aiohttp
+import numpy as np
 
+from megatron_rl.engine.request_tracking import kept_tokens
 from megatron_rl.engine.requests import MultimodalConfig, check_expansion, served_request
-from megatron_rl.engine.sampling import SCORING, annealed_request, request_seed, sampling_values
+from megatron_rl.engine.sampling import SCORING, extra_args, request_seed, sampling_values
 from megatron_rl.runtime.plain_data import MalformedMessageError, decoded
 from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
 
 _UNKNOWN_VERSION = -1
+_NO_LOGPROB = -9999.0  # what a server sends for -inf, which JSON has not
 _ENDS = ("stop", "length")
 _SHOWN = 500  # characters of a refusal
 # Idle connections are closed here before a server does it: vLLM's after 5 s. A request on one that
@@ -43,6 +47,7 @@ class RequestFailedError(ServerLostError):
 class _TokenLogprob:
     logprob: float
     token_id: int = -1  # of a prompt's tokens it is the key
+    top_logprobs: list[_TokenLogprob] = field(default_factory=list)  # of a sampled token
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class ServerClient:
             raise RequestFailedError(
                 f"{self.url}: dropped a request to prompt {prompt.uid} ({choice.finish_reason})"
             )
-        return _completion(self.url, choice)
+        return _with_kept(_completion(self.url, choice), choice, sampling.num_kept, what)
 
     async def generate_until(
         self,
@@ -173,8 +178,9 @@ class ServerClient:
         seed = request_seed(sampling.seed, prompt.uid) + response
         left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(so_far))
         values = sampling_values(left, seed, self._eos_token_ids)
-        if sampling.annealing is not None:
-            values["extra_args"] = annealed_request(sampling.annealing, len(so_far))
+        extra = extra_args(sampling, len(so_far))
+        if extra is not None:
+            values["extra_args"] = extra
         what = f"prompt {prompt.uid}"
         asked = served_request((*prompt.token_ids, *so_far), prompt.images, self._multimodal, what)
         return {**asked, "sampling_params": values}
@@ -234,6 +240,20 @@ def _no_answer(url: str) -> Iterator[None]:
         raise ServerLostError(str(error)) from error
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
+
+
+def _with_kept(completion: Completion, choice: _Choice, num_kept: int, what: str) -> Completion:
+    """Raises RuntimeError as ``kept_tokens`` does."""
+    content = choice.logprobs.content
+    if not num_kept or not content:
+        return completion
+    # The sampled token comes once more among the most likely ones.
+    rows = [(token, *token.top_logprobs) for token in content]
+    ids = np.array([[each.token_id for each in row] for row in rows], dtype=np.int32)
+    logprobs = np.array([[each.logprob for each in row] for row in rows])
+    logprobs[logprobs <= _NO_LOGPROB] = -np.inf
+    kept = array("i", kept_tokens(ids, logprobs, what).tobytes())
+    return replace(completion, kept=kept)
 
 
 def _completion(url: str, choice: _Choice) -> Completion:

@@ -59,7 +59,8 @@ class Microbatch:
     ``rows[i]`` is a place among the t tokens, ``targets[i]`` a token that follows it (several
     follow the end of a shared prompt), ``index[i]`` that token's place in the response-token layout
     of the batch (on the host, unlike the others). ``temperatures[i]`` divides the logits of that
-    token; None: all have the policy's. An empty micro-batch holds one dummy sequence and no rows.
+    token; None: all have the policy's. ``kept[i]``: see ``logprobs.Head``. An empty micro-batch
+    holds one dummy sequence and no rows.
     """
 
     token_ids: Int[Tensor, "1 t"]
@@ -70,6 +71,7 @@ class Microbatch:
     index: Int[Tensor, " n"]
     empty: bool
     temperatures: Float[Tensor, " n"] | None = None
+    kept: Int[Tensor, "n num_kept"] | None = None
 
 
 def borrowed_prompts(
@@ -208,16 +210,21 @@ class Packer:
             targets=to_device(targets, self.device),
             index=index,
             empty=not rows,
-            temperatures=self._temperatures(batch, index),
+            temperatures=self._of_responses(batch.temperatures, index, 1.0),
+            kept=self._of_responses(batch.kept, index, -1),
         )
 
-    def _temperatures(self, batch: SequenceBatch, index: Tensor) -> Tensor | None:
-        """``index``: see ``Microbatch``; that of a prompt token is after those of responses."""
-        if batch.temperatures is None:
+    def _of_responses(
+        self, values: Tensor | None, index: Tensor, of_prompts: float
+    ) -> Tensor | None:
+        """``values`` of response tokens, by ``Microbatch.index``; that of a prompt token is after
+        those of responses."""
+        if values is None:
             return None
-        is_prompt = index >= len(batch.temperatures)
-        chosen = batch.temperatures[torch.where(is_prompt, 0, index)]
-        return to_device(torch.where(is_prompt, 1.0, chosen), self.device)
+        is_prompt = index >= len(values)
+        chosen = values[torch.where(is_prompt, 0, index)]
+        chosen[is_prompt] = of_prompts
+        return to_device(chosen, self.device)
 
     def _own(self, layout: _Layout, padded: Tensor) -> _Layout:
         """``layout`` of all context ranks, cut to the tokens of this rank."""

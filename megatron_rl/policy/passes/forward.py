@@ -221,7 +221,9 @@ class Passes:
         given = microbatch.temperatures
         temperature = self.temperature if given is None else given
         group = self.ranks.tensor_group if self.ranks.tensor > 1 else None
-        return Head(temperature, self.vocab_size, LOGPROB_CHUNK_TOKENS, group, entropy, top_k)
+        size = self.vocab_size
+        kept = microbatch.kept
+        return Head(temperature, size, LOGPROB_CHUNK_TOKENS, group, entropy, top_k, kept)
 
     def _step(
         self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, outputs: Outputs

@@ -38,6 +38,8 @@ class Head:
         chunk_tokens: tokens whose logits are in memory at a time.
         group: ranks that have blocks of the output layer's rows, in rank order; None: one block.
         top_k: how many of the most likely tokens are wanted; 0: none.
+        kept: the only ids that have a probability, -1 in free places, in the place of each token;
+            a row of -1 keeps the whole vocabulary, as None does for all.
     """
 
     temperature: float | Float[Tensor, " t"]
@@ -46,6 +48,7 @@ class Head:
     group: dist.ProcessGroup | None
     entropy: Entropy = "none"
     top_k: int = 0
+    kept: Int[Tensor, "t num_kept"] | None = None
 
     @property
     def rank(self) -> int:
@@ -77,6 +80,9 @@ def token_values(
 
         logprobs[i] = x[i, targets[i]] - logsumexp_v x[i, v]
         entropy[i] = -sum_v p[i, v] * log p[i, v]
+
+    Both sums are over ``head.kept[i]`` where it names tokens: the distribution that a sampler with
+    top-k or top-p has drawn token i from, when its logits are x. The target must be one of them.
 
     ``topk_logprobs``: of the ``top_k`` most likely tokens, most likely first, with gradient; which
     of two equally likely tokens is the k-th is open. ``is_argmax``: no token is more likely.
@@ -215,7 +221,22 @@ class Chunks:
             divisor = _column(self.head.divisor(rows))
             if isinstance(divisor, Tensor) or divisor != 1.0:  # a pass over all logits
                 x.div_(divisor)
+            self._truncate_(rows, x)
             yield rows, x
+
+    def _truncate_(self, rows: slice, x: Tensor) -> None:
+        """Takes the probability of all tokens but ``head.kept``."""
+        if self.head.kept is None or not self.width:
+            return
+        kept = self.head.kept[rows]
+        is_own, column = self.own(kept)
+        # exp() of it is 0, and it is small enough for its products with gradients to be finite: in
+        # that of the entropy they are multiplied by this 0.
+        nothing = -math.sqrt(torch.finfo(self.dtype).max)
+        values = torch.where(is_own, x.gather(1, column), nothing)
+        x.masked_fill_((kept >= 0).any(1, keepdim=True), nothing)
+        # Free places and tokens of other ranks point at column 0, which they must leave as it is.
+        x.scatter_reduce_(1, column, values, "amax")
 
 
 class Gradients:

@@ -18,10 +18,15 @@ from megatron_rl.types import Completion
 
 
 def token_rows(
-    rows: RowNumbers, completions: Sequence[Completion], *, with_sampled: bool = False
+    rows: RowNumbers,
+    completions: Sequence[Completion],
+    *,
+    with_sampled: bool = False,
+    num_kept: int = 0,
 ) -> TokenRows:
     """The rows that were sampled here; columns ``token_ids`` (int32) and ``sampler_logprobs``
-    (float32). ``with_sampled``: and ``sampled`` (bool), on all ranks or on none."""
+    (float32). ``with_sampled``: and ``sampled`` (bool), on all ranks or on none; ``num_kept``: and
+    ``kept`` (int32), so many places a token; of a response without it all are free."""
     ids = [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions]
     logprobs = [
         np.asarray(completion.sampler_logprobs, dtype=np.float32) for completion in completions
@@ -36,6 +41,14 @@ def token_rows(
             for one in completions
         ]
         columns["sampled"] = np.concatenate([np.empty(0, bool), *flags])
+    if num_kept:
+        columns["kept"] = np.full((sum(map(len, ids)), num_kept), -1, np.int32)
+        end = 0
+        for one in completions:
+            start = end
+            end += len(one.token_ids)
+            if one.kept is not None:
+                columns["kept"][start:end] = np.asarray(one.kept).reshape(-1, num_kept)
     return TokenRows(
         rows=np.asarray(rows, dtype=np.int64),
         lengths=np.array([len(values) for values in ids], dtype=np.int64),
@@ -71,7 +84,8 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
     received = route.tokens_from(world.rank, world.size)
     columns = {}
     for name, values in outgoing.columns.items():
-        buffer = torch.from_numpy(np.empty(sum(received), dtype=values.dtype))
+        shape = (sum(received), *values.shape[1:])
+        buffer = torch.from_numpy(np.empty(shape, dtype=values.dtype))
         # What comes in is named before what goes out, tensors and sizes alike.
         dist.all_to_all_single(
             buffer, torch.from_numpy(values), received, sent, group=world.control_group

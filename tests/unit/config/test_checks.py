@@ -91,6 +91,9 @@ def test_the_response_limit_of_a_step():
 
 def test_the_token_of_a_self_reward_is_one_of_the_model(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 50}))
+    assert run(1, "rollout.top_k=50") == []
+    (problem,) = run(1, "rollout.top_k=51")
+    assert problem == "rollout.top_k = 51: the model has 50 tokens; set at most that"
     assert run(1, "method=laser", "method.self_reward.token_id=49") == []
     (problem,) = run(1, "method=laser", "method.self_reward.token_id=50")
     assert problem.startswith("method.self_reward.token_id = 50: the model has 50 tokens")

@@ -14,6 +14,7 @@ STAGES = [
 ANNEALED = ["rollout.anneal.start=1.2"]
 OLDER = ["source=servers", "source.staleness=1"]
 FREE = ["source=servers", "source.staleness=2", "source.schedule=free"]
+TRUNCATED = ["rollout.top_p=0.9", "rollout.top_k=50"]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
 
@@ -31,6 +32,11 @@ def problems(*overrides: str) -> list[str]:
         [*FREE, *CORRECTED],
         ["rollout_hooks.erpo={}", *OLDER, *CORRECTED],
         [*OLDER, "method.mismatch.kind=icepop", "method.mismatch.cap=2.0"],
+        TRUNCATED,
+        [*TRUNCATED, *ANNEALED],
+        [*TRUNCATED, *OLDER, *CORRECTED],
+        [*TRUNCATED, *STAGES, "rollout_hooks.vcrl={}"],
+        ["rollout.top_k=1"],
         [*PARTIAL, *CORRECTED],
         [*PARTIAL, *CORRECTED, "trainer.epochs_per_rollout=2", "batch.prompts_per_minibatch=32"],
         ["rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
@@ -58,9 +64,10 @@ def test_what_goes_together(overrides):
     [
         (
             ["rollout.top_p=0.9"],
-            "rollout.top_p = 0.9: the sampler's probabilities are divided by the mass of the",
+            "rollout.top_p = 0.9, rollout.top_k = -1: the tokens that the sampler keeps travel",
         ),
-        (["rollout.top_k=50"], "off by that mass; set rollout.top_k=-1 "),
+        ([*TRUNCATED, *FREE, *CORRECTED], "with source.schedule = free responses come without"),
+        ([*TRUNCATED, *PARTIAL, *CORRECTED], "with source.partial.groups_in_flight responses come"),
         (["source.staleness=1"], "colocated engines always sample with the newest"),
         (OLDER, "method.mismatch.kind = none does not correct"),
         (

@@ -35,6 +35,8 @@ def test_one_rank_of_a_7b_model():
         12 * PARAMETERS,
     )
     assert stage.logits == 4 * 152064 * (256 + 3584)
+    (cut,) = plan({}, replace(LOAD, num_kept=100))
+    assert cut.logits - stage.logits == 100 * (4 * 1000 + 24 * 256)
     assert stage.kv_cache == 3 * 2**30
     # Two ranks share everything of the engine but norms.
     assert stage.engine_weights == 2 * ((PARAMETERS - 57 * 3584) // 2 + 57 * 3584)

@@ -16,3 +16,8 @@ def test_a_single_turn_is_complete_when_its_engine_ends_it() -> None:
     environment = SingleTurn()
     environment.start(Prompt("p", (1,), "2", "toy"), seed=3)
     assert environment.step((9, 2), seed=3) is None
+
+
+def test_what_was_not_drawn_keeps_the_whole_vocabulary() -> None:
+    drawn = Completion((9, 2), (-0.5, -0.25), False, 4, kept=(9, 3, 2, -1))
+    assert list(appended(drawn, (7,)).kept or ()) == [9, 3, 2, -1, -1, -1]

@@ -73,3 +73,13 @@ def test_a_store_comes_back_bit_for_bit() -> None:
     assert other.places() == store.places()
     score = Score(1.5, True, {"accuracy": 1.0}, "7")
     assert Score(**saved_score(score)) == score
+
+
+def test_kept_tokens_are_saved() -> None:
+    store = ResponseStore()
+    store.add((1, 0), Completion((5, 6), (-0.5, -0.25), False, 3, kept=(5, 9, 6, -1)))
+    store.add((1, 1), FIRST)
+    again = ResponseStore()
+    again.restore(store.state())
+    assert again.get((1, 0)) == store.get((1, 0))
+    assert again.get((1, 1)) == FIRST and FIRST.kept is None

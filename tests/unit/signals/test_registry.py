@@ -159,3 +159,25 @@ def test_statistics_of_old_logprobs_by_hand(build):
     assert columns["kl"].tolist() == [0.25] + [0.375] * 31
     expected = torch.tensor([-3.0] + [-2.0] * 31).exp()
     torch.testing.assert_close(columns["response_confidence"], expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "column"),
+    [
+        ("simko", "topk_logprobs"),
+        ("siren", "peaks"),
+        ("laser", "end_logprobs"),
+        ("grpo", None),
+        ("archer", None),
+    ],
+)
+def test_methods_of_other_tokens_are_refused_where_the_sampler_keeps_few(
+    tmp_path: Path, method, column
+):
+    cut = bandit_config(tmp_path, [f"method={method}", "rollout.top_k=5", "rollout.top_p=0.9"])
+    signals = signals_of(load_method(method))
+    if column is None:
+        signals.check([], cut)
+        return
+    with pytest.raises(ValueError, match=f"top_k = 5: the method reads {column}, which needs"):
+        signals.check([], cut)
