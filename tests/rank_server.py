@@ -111,9 +111,13 @@ def _redirect(output: Path) -> None:
 
 def _run(start: Start, rank: int) -> int:
     """Runs the function of the call in a new process group and writes down what came of it."""
+    import torch
     import torch.distributed as dist
 
     gc.enable()
+    # Makes the thread pool anew, which a fork loses. Left to the first threads that compute, of two
+    # at once one may meet none: "Invalid thread pool!".
+    torch.set_num_threads(1)
     try:
         _join(start, rank)
         result = _call(pickle.loads(start.request))

@@ -50,12 +50,12 @@ def describe(
 
 
 def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares two descriptions made by ``describe``.
+    """Compares two descriptions made by ``describe``; the layout may differ.
 
     Raises:
         ValueError: they differ; names each difference.
     """
-    plain = [key for key in wanted if key not in ("model", "reference")]
+    plain = [key for key in wanted if key not in ("model", "reference", "layout")]
     pairs = [(key, written[key], wanted[key]) for key in plain]
     for key, value in wanted["model"].items():
         pairs.append((f"the model's {key}", written["model"][key], value))

@@ -201,9 +201,13 @@ def _summary(variants: Sequence[Variant]) -> str:
     finished = sum(run.finished for run in runs)
     steps = sorted({run.steps_wanted for run in runs})
     return (
-        f"{len(runs)} runs of {len(variants)} variants, {finished} finished; steps of a run:"
-        f" {' or '.join(map(str, steps))}. Baseline: {variants[0].label}."
+        f"{_counted(len(runs), 'run')} of {_counted(len(variants), 'variant')}, {finished}"
+        f" finished; steps of a run: {' or '.join(map(str, steps))}. Baseline: {variants[0].label}."
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _curves_text(variants: Sequence[Variant]) -> str:

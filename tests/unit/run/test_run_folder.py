@@ -241,7 +241,7 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(build):
 
 
 def test_a_finished_run_says_so_and_is_not_started_again(build, capsys):
-    trainer = build("trainer.num_steps=2")
+    trainer = build("trainer.num_steps=2", "data.template_date='2026-02-03'")
     config = config_of(trainer)
     assert not finished_already(config, WORLD)
     trainer.run()
@@ -252,6 +252,8 @@ def test_a_finished_run_says_so_and_is_not_started_again(build, capsys):
     assert finished_already(config, WORLD)
     said = capsys.readouterr().out
     assert "already finished at step 2" in said and "held-out accuracy" in said and "export" in said
+    undated = config_of(build("trainer.num_steps=2"))
+    assert finished_already(undated, WORLD), "its day is that of the run"
     assert not finished_already(config_of(build("trainer.num_steps=3")), WORLD)
     assert not finished_already(config_of(build("trainer.num_steps=2", "resume=never")), WORLD)
     assert not finished_already(
