@@ -296,7 +296,7 @@ class Dispatcher:
 
     def take(self, sampled_tokens: int | None = None) -> StepSummary:
         """The next step, when it is ready. ``sampled_tokens``: by all workers since the last one;
-        None: not counted."""
+        None: not known, as a server does not say what it had of a request that was taken back."""
         # Before the scheduler's take, which begins the next step: its level is another.
         kept = {place: one for place, one in self._answers.items() if self._counts(place, one)}
         groups = self.scheduler.take()
@@ -305,10 +305,13 @@ class Dispatcher:
         shown = groups.groups or groups.refused[-self.scheduler.rules.groups_per_step :]
         answers = [kept[group, response] for group in shown for response in range(size)]
         refused = {}
+        num_refused = 0  # tokens
         for group in groups.refused:
-            scores = [kept[group, response].score for response in range(size)]
+            responses = [kept[group, response] for response in range(size)]
             visit = self._job.stream.visit(group)
-            refused[group] = (visit, [score for score in scores if score is not None])
+            refused[group] = (visit, [one.score for one in responses if one.score is not None])
+            if group not in shown:
+                num_refused += sum(one.num_new for one in responses)
         used = sum(answer.num_new for answer in answers)
         stays = groups.open
         for group in stays:
@@ -329,7 +332,7 @@ class Dispatcher:
             answers=answers,
             refused=refused,
             ended=frozenset(place for place in kept if place[0] in stays),
-            discarded_tokens=0 if sampled_tokens is None else sampled_tokens - used,
+            discarded_tokens=num_refused if sampled_tokens is None else sampled_tokens - used,
         )
 
     # For a checkpoint

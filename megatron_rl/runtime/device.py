@@ -120,4 +120,4 @@ def make_deterministic(environment: MutableMapping[str, str]) -> None:
             )
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Nothing here reads memory before it is written, so it need not be filled.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]

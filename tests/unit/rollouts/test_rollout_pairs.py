@@ -192,6 +192,7 @@ def rows(experience: Experience) -> list[dict[str, Any]]:
             "version": version,
             "correct": score.correct,
             "refused": experience.discarded_groups,
+            "discarded": experience.discarded_tokens,
         }
         for prompt, group, ids, truncated, version, score in zip(
             responses.prompts,
@@ -222,11 +223,24 @@ SETTINGS = {
 def test_engines_and_servers_train_the_same_in_any_timing(name: str, bounded_waits: None) -> None:
     setting = SETTINGS[name]
     expected = on_engines(setting, 1)
-    assert on_engines(setting, 2) == expected
-    assert on_servers(setting, 1) == expected
-    assert on_servers(setting, 5) == expected
+    sampled = discarded(expected)
+    again = on_engines(setting, 2)
+    discarded(again)
+    assert again == expected
+    for count in (1, 5):
+        served = on_servers(setting, count)
+        received = discarded(served)
+        assert served == expected
+        # Servers do not say what they had of a request that was taken back.
+        assert all(few <= many for few, many in zip(received, sampled, strict=True))
+        assert [few > 0 for few in received] == [step[0]["refused"] > 0 for step in served]
     found = [row for step in expected for row in step]
     check(setting, found, expected)
+
+
+def discarded(steps: list[list[dict[str, Any]]]) -> list[int]:
+    """Takes the number of discarded tokens out of the rows; that of each step."""
+    return [max(row.pop("discarded") for row in step) for step in steps]
 
 
 def check(setting: Setting, found: list[dict[str, Any]], steps: list[list[dict[str, Any]]]) -> None:
