@@ -41,7 +41,8 @@ class Batching:
 
     Attributes:
         rule: of the plans for all data-parallel ranks.
-        packer: of this rank; where it shares prompts, responses to one become neighbors.
+        packer: of this rank; where it shares prompts or takes images, responses to one prompt
+            become neighbors.
     """
 
     config: TransformerConfig
@@ -73,8 +74,9 @@ class Batching:
         return self._plan(sequences, range(sequences.num_responses), rule)[0]
 
     def _plan(self, sequences: Sequences, rows: Sequence[int], rule: PlanRule) -> Plan:
-        if self.packer.share and sequences.prompt_index is not None:
-            return plan_shared_prompts(sequences, rows, rule)
+        has_images = self.packer.vision is not None and self.packer.vision.processor is not None
+        if sequences.prompt_index is not None and (self.packer.share or has_images):
+            return plan_shared_prompts(sequences, rows, rule, only_images=not self.packer.share)
         return plan_microbatches(sequences.lengths.tolist(), rows, rule)
 
     def give(self, values: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Micro-batches in which responses to one prompt are neighbors: a forward pass computes the prompt
-once."""
+"""Micro-batches in which responses to one prompt are neighbors: a forward pass computes the prompt,
+or encodes its images, once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from megatron_rl.types import Sequences
 Part = list[int]  # rows of one prompt
 
 
-def plan_shared_prompts(batch: Sequences, rows: Sequence[int], rule: PlanRule) -> Plan:
+def plan_shared_prompts(
+    batch: Sequences, rows: Sequence[int], rule: PlanRule, *, only_images: bool = False
+) -> Plan:
     """data-parallel rank -> micro-batch -> rows, as ``plan_microbatches``, of the parts into which
     prompts' responses are cut.
 
@@ -24,6 +26,9 @@ def plan_shared_prompts(batch: Sequences, rows: Sequence[int], rule: PlanRule) -
     responses a part are tried, and the plan whose slowest rank has the least work is taken (of
     equal ones, the one with larger parts). The budget counts the prompt for every response:
     attention has the whole sequences in memory.
+
+    ``only_images``: every response computes the prompt's tokens itself, and a part encodes the
+    images once, for which it is charged the work of one more prompt.
 
     Raises:
         ValueError: a row alone exceeds the budget.
@@ -41,7 +46,7 @@ def plan_shared_prompts(batch: Sequences, rows: Sequence[int], rule: PlanRule) -
             cuts += _parts(group, lengths, most, rule.tokens_per_microbatch)
         if cuts == previous:
             continue
-        costs = _costs(batch, rule.work, cuts)
+        costs = _costs(batch, rule.work, cuts, only_images)
         if best_cost is not None and sum(costs) >= best_cost * rule.data_parallel_size:
             break  # smaller parts cost more still: no balance makes up for it
         budgeted = [sum(map(lengths.__getitem__, part)) for part in cuts]
@@ -54,12 +59,17 @@ def plan_shared_prompts(batch: Sequences, rows: Sequence[int], rule: PlanRule) -
     return best_plan
 
 
-def _costs(batch: Sequences, work: WorkModel, parts: Sequence[Part]) -> list[int]:
-    """Of each part the work of its prompt, once, and of each response after the prompt."""
+def _costs(
+    batch: Sequences, work: WorkModel, parts: Sequence[Part], only_images: bool
+) -> list[int]:
+    """Of each part the work of its prompt, once, and of each response after the prompt, or with
+    it."""
     if not parts:
         return []
     prompts = batch.prompt_lengths.numpy()
     of_response = work.work(batch.response_lengths.numpy(), context=prompts)
+    if only_images:
+        of_response = work.work(batch.lengths.numpy())
     sizes = np.array([len(part) for part in parts])
     starts = sizes.cumsum() - sizes  # of each part, among the rows of all parts end to end
     rows = np.array(list(chain.from_iterable(parts)))
