@@ -76,6 +76,50 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("Clipped(-mean.exp() * advantages", "Clipped(-mean.exp() * advantages.sign()"),
         ("for bound in (-low, high))", "for bound in (high, -low))"),
     ],
+    ("sampler_losses", "dppo"): [
+        ("log_ratio.detach()) > delta", "log_ratio.detach()) < delta"),
+        ("is_far & (advantages * log_ratio > 0)", "is_far"),
+        ("is_far & (advantages * log_ratio > 0)", "is_far & (advantages * log_ratio < 0)"),
+        ("is_far & (advantages * log_ratio > 0)", "is_far & (log_ratio > 0)"),
+        ("is_far & (advantages * log_ratio > 0)", "is_far & (advantages > 0)"),
+        ('"kl": binary_kl}', '"kl": binary_variation}'),
+    ],
+    ("sampler_losses", "ipo"): [
+        ("log_ratio.detach()) > eps", "log_ratio.detach()) > 2 * eps"),
+        (
+            "binary_variation(logprobs.detach(), log_ratio.detach()) > eps",
+            "log_ratio.detach().expm1().abs() > eps",
+        ),
+        ("_inside(log_ratio, advantages, is_far)", "_inside(log_ratio, advantages, ~is_far)"),
+        (
+            "_inside(log_ratio, advantages, is_far)",
+            "_inside(log_ratio, advantages, is_far & (log_ratio > 0))",
+        ),
+    ],
+    ("sampler_losses", "binary_variation"): [
+        ("torch.expm1(-log_ratio)).abs()", "torch.expm1(log_ratio)).abs()"),
+        ("torch.expm1(-log_ratio)).abs()", "torch.expm1(-log_ratio)).abs() / 2"),
+        ("torch.expm1(-log_ratio)).abs()", "torch.expm1(-log_ratio))"),
+        (
+            "(logprobs.exp() * torch.expm1(-log_ratio))",
+            "(logprobs.exp() - (logprobs - log_ratio).exp())",
+        ),
+    ],
+    ("sampler_losses", "binary_kl"): [
+        ("(sampler_rest / rest).log()", "(rest / sampler_rest).log()"),
+        ("sampler_rest * (sampler_rest", "rest * (sampler_rest"),
+        ("of_others - sampler_logprobs.exp()", "of_others + sampler_logprobs.exp()"),
+        ("of_others - sampler_logprobs.exp()", "of_others - logprobs.exp()"),
+        (".clamp(max=-torch.finfo(torch.float32).eps)", ""),
+        ("logprobs - log_ratio\n    rest", "logprobs + log_ratio\n    rest"),
+    ],
+    ("sampler_losses", "inside"): [
+        ("return Clipped(-(ratio", "return Clipped((ratio"),
+        ("log_ratio.masked_fill(is_outside, 0).exp()", "log_ratio.exp()"),
+        ("lower = is_outside.to(ratio.dtype)", "lower = (~is_outside).to(ratio.dtype)"),
+        ("torch.inf).masked_fill(is_outside, 1)", "torch.inf)"),
+        (".masked_fill(is_outside, 0), lower", ", lower"),
+    ],
     ("response_losses", "adaptive_clip"): [
         ("1 - 4 * low / old_probability", "1 - 4 * low * old_probability"),
         ("1 + 4 * high / old_probability", "1 + high / old_probability"),

@@ -298,6 +298,10 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
                 value = -4 / tau / (1 + math.exp(tau * (1 - ratio))) * advantage
             if choice.token == "gmpo":
                 value = token_reference.gmpo(advantage, new_row, old_row)
+            if choice.token in token_reference.AROUND_SAMPLER:
+                value = token_reference.around_sampler(
+                    choice.token, advantage, new, tokens.sampler[at][place]
+                )
             if row.given and choice.token in token_reference.GIVEN:
                 value = token_reference.of_given(choice.token, advantage, new, past, frozen)
             if choice.token == "papo":
@@ -322,6 +326,7 @@ class Tokens:
     is_argmax: list[list[bool]]
     nucleus: list[list[float]]
     masked: list[list[float]]
+    sampler: list[list[float]]
 
     @property
     def moved(self) -> list[float]:
