@@ -25,6 +25,7 @@ from megatron_rl.loss.per_response import advantages, histories, shaping  # noqa
 from megatron_rl.loss.per_response.filters import Curiosity, Overlong, Repetition
 from megatron_rl.loss.per_token import (  # noqa: F401 (decorators fill the tables)
     aggregate,
+    covariance,
     demonstrations,
     kl,
     mismatch,

@@ -18,9 +18,9 @@ from megatron_rl.loss.per_token.aggregate import weighted_sum
 from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
 from megatron_rl.loss.per_token.response_losses import Clipped
 from megatron_rl.loss.per_token.terms import SequenceSum, Terms, terms_of
-from megatron_rl.loss.per_token.whole_responses import SequenceGather
 from megatron_rl.loss.segments import where_correct
 from megatron_rl.loss.shapes import PerToken, Scalar
+from megatron_rl.loss.whole_responses import SequenceGather
 
 
 def token_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:

@@ -35,6 +35,8 @@ NAMED = {
     "gmpo": Choice(token="gmpo"),
     "dppo": Choice("centered", aggregate="sum", token="dppo tv"),
     "dppo_kl": Choice("centered", aggregate="sum", token="dppo kl"),
+    "clip_cov": Choice(aggregate="token", token="clip_cov"),
+    "kl_cov": Choice(aggregate="token", token="kl_cov"),
     "ipo": Choice("centered", aggregate="token", token="ipo"),
     "reinforce_pp": Choice("whitened", aggregate="token"),
     "opo": Choice("opo", aggregate="token"),

@@ -166,6 +166,7 @@ def on_policy(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
         sampler_logprobs=batch.old_logprobs,
         log_ratio_sums=torch.zeros_like(batch.columns["log_ratio_sums"]),
         is_demonstration=torch.zeros_like(batch.columns["is_demonstration"]),
+        chosen_places=torch.tensor([-1]),
     )
     return same, logprobs
 

@@ -119,6 +119,8 @@ def test_masked_tokens_are_never_used() -> None:
         {"policy_loss": {"name": "dppo"}},
         {"policy_loss": {"name": "dppo", "divergence": "kl"}},
         {"policy_loss": {"name": "ipo"}},
+        {"policy_loss": {"name": "clip_cov"}},
+        {"policy_loss": {"name": "kl_cov"}},
     ):
         of_sampler = changes.get("policy_loss", {}).get("name") in ("dppo", "ipo")
         weighted = () if of_sampler else ("tis", "icepop")
@@ -130,6 +132,8 @@ def test_masked_tokens_are_never_used() -> None:
                 entropy=bad,
                 sampler_logprobs=bad,
                 loss_mask=flags(1, 0, 1),
+                token_place=torch.arange(3),
+                columns={"chosen_places": torch.tensor([-1, 2])},
             )
             result = token_loss(
                 data, plan(kl=KL, entropy={"coef": 0.1}, mismatch={"kind": mismatch}, **changes)

@@ -85,6 +85,20 @@ def of_given(name: str, advantage: float, new: float, past: float, frozen: float
     return 0.01 * f[name]
 
 
+CHOSEN = range(3, 40, 5)  # places of tokens, by their covariance
+
+
+def covariant(
+    name: str, ratio: float, advantage: float, before: list[list[float]], place: int
+) -> float:
+    """What is minimized at a token by its place among all, ``before`` being the rows before its
+    own."""
+    place += sum(map(len, before))
+    if name == "clip_cov":
+        return 0.0 if place in CHOSEN else -min(ratio * advantage, min(ratio, 2) * advantage)
+    return -ratio * advantage + (abs(math.log(ratio)) if place in CHOSEN else 0.0)
+
+
 AROUND_SAMPLER = ("dppo tv", "dppo kl", "ipo")
 
 
