@@ -170,6 +170,7 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
             "is_argmax": correct,
             "nucleus_entropy": ones,
             "masked_logprobs": -2 * ones,
+            "token_place": torch.arange(8),
         },
         columns={
             "group_accuracy": ones / 4,
@@ -179,6 +180,7 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
             "peaks": torch.ones(4, dtype=torch.float64),
             "end_index": torch.arange(8),
             "end_start": -ones.sum(),
+            "chosen_places": torch.tensor([-1]),
         },
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)

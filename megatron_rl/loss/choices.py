@@ -85,10 +85,13 @@ class PolicyLoss(Choice):
         sequence_ratio: ``log_ratio`` is the response's mean, as in GSPO, not the token's.
         clips: the ratio, to [1 - low, 1 + high] of its knobs, so that clipped shares are logged.
             (Bounds that differ from token to token are returned: ``response_losses.Clipped``.)
+        sampler_ratio: ``log_ratio`` is against the sampler, not the old policy, so that it is the
+            correction for a mismatch itself.
     """
 
     sequence_ratio: bool
     clips: bool
+    sampler_ratio: bool
 
     def __post_init__(self) -> None:
         knobs = self.schema.model_fields.items()
@@ -175,11 +178,17 @@ def register_token_shaper(name: str | None = None) -> Decorator:
 
 
 def register_policy_loss(
-    name: str | None = None, *, sequence_ratio: bool = False, clips: bool = False
+    name: str | None = None,
+    *,
+    sequence_ratio: bool = False,
+    clips: bool = False,
+    sampler_ratio: bool = False,
 ) -> Decorator:
     """``f(terms, *, knobs)`` gives what is minimized, one value per token, with gradient; see
     ``PolicyLoss``."""
-    return POLICY_LOSSES.entering(name, sequence_ratio=sequence_ratio, clips=clips)
+    return POLICY_LOSSES.entering(
+        name, sequence_ratio=sequence_ratio, clips=clips, sampler_ratio=sampler_ratio
+    )
 
 
 policy_loss = register_policy_loss  # one of the package, under its own name

@@ -25,11 +25,13 @@ from megatron_rl.loss.per_response import advantages, histories, shaping  # noqa
 from megatron_rl.loss.per_response.filters import Curiosity, Overlong, Repetition
 from megatron_rl.loss.per_token import (  # noqa: F401 (decorators fill the tables)
     aggregate,
+    covariance,
     demonstrations,
     kl,
     mismatch,
     policy_losses,
     response_losses,
+    sampler_losses,
     token_advantages,
 )
 from megatron_rl.loss.per_token.entropy_anchor import EntropyAnchor
@@ -99,6 +101,11 @@ class MismatchConfig(Piece):
     kind: Correction = "none"
     cap: Annotated[float, Field(gt=1)] = 2.0
 
+    @property
+    def is_weighted(self) -> bool:
+        """By the ratio itself, so that tokens of other weights are corrected for."""
+        return self.kind in ("tis", "icepop")
+
 
 class RewardShapingConfig(Piece):
     """What is added to rewards before the estimator sees them."""
@@ -158,6 +165,21 @@ class MethodConfig(Piece):
     def sequences_per_response(self) -> int:
         """That an update works on: a response may be seen once more, behind masked images."""
         return 2 if self.perception is not None and self.perception.masked == "current" else 1
+
+    @property
+    def weighs_sampler(self) -> bool:
+        """The policy term is weighted by the trainer's probability over the sampler's."""
+        return self.mismatch.is_weighted or POLICY_LOSSES[self.policy_loss.name].sampler_ratio
+
+    @model_validator(mode="after")
+    def _one_correction(self) -> MethodConfig:
+        if POLICY_LOSSES[self.policy_loss.name].sampler_ratio and self.mismatch.is_weighted:
+            raise ValueError(
+                f"policy loss {self.policy_loss.name} takes its ratio to the sampler, which"
+                f" mismatch.kind = {self.mismatch.kind} would count twice; set mismatch.kind to"
+                " none or sequence_mask"
+            )
+        return self
 
     @model_validator(mode="after")
     def _domains(self) -> MethodConfig:

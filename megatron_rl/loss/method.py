@@ -10,9 +10,9 @@ from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_response.credit import credit, response_reads
 from megatron_rl.loss.per_token.terms import SequenceSum
 from megatron_rl.loss.per_token.token_loss import token_loss, token_reads
-from megatron_rl.loss.per_token.whole_responses import SequenceGather
 from megatron_rl.loss.segments import lifted
 from megatron_rl.loss.shapes import PerResponse, ResponseCounts, ResponseFlags, TokenIndex
+from megatron_rl.loss.whole_responses import SequenceGather
 
 FIELDS = {field.name for field in fields(TokenBatch)}  # what every run gives: no signals
 

@@ -1,5 +1,6 @@
-"""Numbers of a whole minibatch that a signal gives before the first backward are those of one rank
-on every rank, whatever rank works on a row: the sums that PACS reads, the peaks of SIREN."""
+"""What a signal gives of a whole minibatch before the first backward is that of one rank on every
+rank, whatever rank works on a row: the sums that PACS reads, the peaks of SIREN, the tokens that
+Clip-Cov draws and KL-Cov ranks."""
 
 from __future__ import annotations
 
@@ -74,6 +75,26 @@ def peaks(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+def chosen(path: Path, layout: dict[str, Any], name: str) -> dict[str, Any]:
+    """Of each minibatch the places of its chosen tokens."""
+    knobs = ["policy_loss.share=0.2"]
+    if name == "clip_cov":
+        knobs += ["policy_loss.cov_low=-0.5", "policy_loss.cov_high=0.5"]
+    method = load_method(name, knobs, response_limit=200)
+    rollouts, learner, policy = parts(path, layout, 1, ONE_ROW)
+    learner = replace(learner, method=method, signals=signals_of(method))
+    scored = learner.score(rollouts.collect(1))
+    found = []
+    for rows in learner.plan.minibatches(1, scored):
+        placed = learner.placement.rebalanced_for(scored, rows)
+        columns = learner.signals.before_minibatch(learner.view(scored, placed, rows))
+        found.append(columns["chosen_places"].tolist())
+    learner.update(1, scored)  # each token finds its place in every minibatch
+    report = {"chosen": found, "lent": num_lent(learner, scored)}
+    policy.close()
+    return report
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.save_tiny_model("qwen3", tmp_path_factory.mktemp("model"), layers=2)
@@ -134,3 +155,14 @@ def test_ranks_find_the_same_peaks(model, peaks_alone, ranks: int, layout: dict[
         assert report["peaks"] == reports[0]["peaks"]
         wanted = torch.tensor(peaks_alone["peaks"])
         torch.testing.assert_close(torch.tensor(report["peaks"]), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [pytest.param(2, {}, id="data"), *LAYOUTS])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_ranks_choose_the_same_tokens(model, name: str, ranks: int, layout: dict[str, int]) -> None:
+    (alone,) = call(1, chosen, model, {}, name)
+    assert all(len(places) > 10 for places in alone["chosen"])
+    reports = call(ranks, chosen, model, layout, name)
+    assert layout or reports[0]["lent"] > 0, "no row went to another rank for an update"
+    for report in reports:
+        assert report["chosen"] == alone["chosen"]

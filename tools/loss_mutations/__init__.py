@@ -32,6 +32,8 @@ TESTS = {
     "histories": "test_histories",
     "policy_losses": "test_policy_losses",
     "response_losses": "test_response_losses",
+    "covariance": "test_covariance",
+    "sampler_losses": "test_sampler_losses",
     "self_reward": "test_self_reward",
     "entropy_anchor": "test_entropy_anchor",
     "perception": "test_perception",

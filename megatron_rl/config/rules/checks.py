@@ -131,7 +131,7 @@ def _method(config: Config) -> Iterator[str]:
             f"rollout.quantization = {config.rollout.quantization}: the engine's probabilities then"
             " differ from the trainer's;"
         )
-        if config.method.mismatch.kind == "none":
+        if config.method.mismatch.kind == "none" and not config.method.weighs_sampler:
             yield (
                 f"{reason} set method.mismatch.kind=tis (truncated importance sampling) as"
                 " rollout=vllm_fp8 does, icepop or sequence_mask"

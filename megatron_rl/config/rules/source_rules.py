@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from megatron_rl.config.schema import Config
 from megatron_rl.hooks import ROLLOUT_HOOKS
 
-# Weights of the policy term that undo what older weights have sampled, and are bounded.
-_IMPORTANCE_WEIGHTS = ("tis", "icepop")
-
 
 def source_problems(config: Config) -> Iterator[str]:
     """What does not go together, one sentence each: key, value, remedy."""
@@ -80,7 +77,7 @@ def _with_servers(config: Config) -> Iterator[str]:
 
 def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
     """``age``: why tokens may be old; ``without``: the setting under which they are not."""
-    if config.method.mismatch.kind not in _IMPORTANCE_WEIGHTS:
+    if not config.method.weighs_sampler:
         yield (
             f"{age}, which method.mismatch.kind = {config.method.mismatch.kind} does not correct;"
             " set method.mismatch.kind=tis method.mismatch.cap=2.0 (truncated importance"

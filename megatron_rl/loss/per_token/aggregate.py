@@ -13,8 +13,8 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import aggregation
-from megatron_rl.loss.per_token.whole_responses import WholeResponses, num_up_to_quantile
 from megatron_rl.loss.shapes import PerToken, ResponseCounts, Scalar, TokenIndex, TokenMask
+from megatron_rl.loss.whole_responses import WholeResponses, num_up_to_quantile
 
 
 @aggregation

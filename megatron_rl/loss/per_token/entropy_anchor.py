@@ -13,8 +13,8 @@ from megatron_rl.knobs import Piece
 from megatron_rl.loss.batch import LossOutput
 from megatron_rl.loss.per_token.aggregate import weighted_sum
 from megatron_rl.loss.per_token.terms import Terms
-from megatron_rl.loss.per_token.whole_responses import quantile_place
 from megatron_rl.loss.shapes import PerToken, Scalar, TokenMask
+from megatron_rl.loss.whole_responses import quantile_place
 
 
 class Peaks(NamedTuple):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
 from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
-from megatron_rl.loss.per_token.whole_responses import WholeResponses
 from megatron_rl.loss.segments import segments_of
 from megatron_rl.loss.shapes import (
     PerResponse,
@@ -27,6 +26,7 @@ from megatron_rl.loss.shapes import (
     TokenIndex,
     TokenMask,
 )
+from megatron_rl.loss.whole_responses import WholeResponses
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

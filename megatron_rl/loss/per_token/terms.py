@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss.batch import TokenBatch, given
-from megatron_rl.loss.per_token.whole_responses import SequenceGather, WholeResponses
 from megatron_rl.loss.segments import lifted
 from megatron_rl.loss.shapes import (
     PerToken,
@@ -19,6 +18,7 @@ from megatron_rl.loss.shapes import (
     TokenIndex,
     TokenMask,
 )
+from megatron_rl.loss.whole_responses import SequenceGather, WholeResponses
 
 SequenceSum = Callable[[Tensor], Tensor]
 # Properties of Terms that a run has to give: who names one reads it, as if it were a column.

@@ -12,8 +12,8 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from megatron_rl.loss.choices import token_shaper
-from megatron_rl.loss.per_token.whole_responses import WholeResponses
 from megatron_rl.loss.shapes import PerResponse, PerToken, TokenIndex
+from megatron_rl.loss.whole_responses import WholeResponses
 
 
 @token_shaper

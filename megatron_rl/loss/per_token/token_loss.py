@@ -18,9 +18,9 @@ from megatron_rl.loss.per_token.aggregate import weighted_sum
 from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
 from megatron_rl.loss.per_token.response_losses import Clipped
 from megatron_rl.loss.per_token.terms import SequenceSum, Terms, terms_of
-from megatron_rl.loss.per_token.whole_responses import SequenceGather
 from megatron_rl.loss.segments import where_correct
 from megatron_rl.loss.shapes import PerToken, Scalar
+from megatron_rl.loss.whole_responses import SequenceGather
 
 
 def token_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:
@@ -103,9 +103,11 @@ Bounds = tuple[Tensor | float, Tensor | float]
 
 
 def policy_term(terms: Terms, chosen: Named) -> tuple[PerToken, PerToken, Bounds | None]:
-    """The log ratio the loss clips (the sequence's under gspo), the per-token loss, and the bounds
-    of the ratio where the loss has any."""
+    """The log ratio the loss clips (the sequence's under gspo, that to the sampler under dppo), the
+    per-token loss, and the bounds of the ratio where the loss has any."""
     policy_loss = POLICY_LOSSES[chosen.name]
+    if policy_loss.sampler_ratio:
+        terms = replace(terms, log_ratio=terms.log_ratio + terms.gap)
     if policy_loss.sequence_ratio:
         log_ratio = sequence_log_ratio(
             terms.log_ratio,

@@ -51,6 +51,7 @@ def test_clashes_are_reported_together(run):
 
 def test_fp8_rollouts_bring_their_correction_along(run):
     assert run(1, "rollout=vllm_fp8") == []
+    assert run(1, "method=dppo", "rollout=vllm_fp8", "method.mismatch.kind=none") == []
 
 
 def test_the_machine_is_asked_with_the_sizes_of_the_model(tmp_path):

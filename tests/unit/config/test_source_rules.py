@@ -32,6 +32,8 @@ def problems(*overrides: str) -> list[str]:
         [*FREE, *CORRECTED],
         ["rollout_hooks.erpo={}", *OLDER, *CORRECTED],
         [*OLDER, "method.mismatch.kind=icepop", "method.mismatch.cap=2.0"],
+        [*OLDER, "method=dppo"],
+        [*PARTIAL, "method=ipo", "method.mismatch.kind=sequence_mask"],
         TRUNCATED,
         [*TRUNCATED, *ANNEALED],
         [*TRUNCATED, *OLDER, *CORRECTED],

@@ -9,7 +9,7 @@ from megatron_rl.loss import Credit, ResponseBatch, TokenBatch
 from megatron_rl.loss.segments import group_accuracy
 from tests.unit.loss.named import PROGRESS
 from tests.unit.loss.reference import Row
-from tests.unit.loss.token_reference import END_START, peaks
+from tests.unit.loss.token_reference import CHOSEN, END_START, peaks
 
 LIMIT = 12  # longest response, tokens
 # correct responses of each group: mixed, all right, all wrong, 1 of 8, 7 of 8, small ones
@@ -113,6 +113,7 @@ def token_batch(
             "is_argmax": others[:, 3] > 0.5,
             "masked_logprobs": (old - 3 * others[:, 1]).to(dtype).requires_grad_(),
             "nucleus_entropy": others[:, 0].to(dtype),
+            "token_place": torch.arange(ids.numel()),
         },
         columns={
             "log_ratio_sums": moved,
@@ -122,6 +123,7 @@ def token_batch(
             "end_start": torch.tensor(END_START, dtype=torch.float64),
             "peaks": torch.tensor(peaks(others[:, 0].to(dtype).tolist()), dtype=torch.float64),
             "group_accuracy": group_accuracy(correct, groups),
+            "chosen_places": torch.tensor([-1, *CHOSEN]),
         },
     )
 

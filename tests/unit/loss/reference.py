@@ -281,8 +281,7 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
             zip(new_row, old_row, tokens.ref[at], strict=True)
         ):
             advantage = inside[place]
-            low, high = choice.low, choice.high
-            kl_mean = weight
+            low, high, kl_mean = choice.low, choice.high, weight
             if choice.token == "archer":
                 low, high = token_reference.archer_clip(entropies, place)
                 kl_mean = token_reference.archer_kl_weight(tokens.entropy, entropies, place)
@@ -298,6 +297,13 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
                 value = -4 / tau / (1 + math.exp(tau * (1 - ratio))) * advantage
             if choice.token == "gmpo":
                 value = token_reference.gmpo(advantage, new_row, old_row)
+            if choice.token in ("clip_cov", "kl_cov"):
+                before = tokens.new[:at]
+                value = token_reference.covariant(choice.token, ratio, advantage, before, place)
+            if choice.token in token_reference.AROUND_SAMPLER:
+                value = token_reference.around_sampler(
+                    choice.token, advantage, new, tokens.sampler[at][place]
+                )
             if row.given and choice.token in token_reference.GIVEN:
                 value = token_reference.of_given(choice.token, advantage, new, past, frozen)
             if choice.token == "papo":
@@ -322,6 +328,7 @@ class Tokens:
     is_argmax: list[list[bool]]
     nucleus: list[list[float]]
     masked: list[list[float]]
+    sampler: list[list[float]]
 
     @property
     def moved(self) -> list[float]:

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_rl.loss.per_token import aggregate
-from megatron_rl.loss.per_token.whole_responses import WholeResponses
+from megatron_rl.loss.whole_responses import WholeResponses
 from tests.unit.loss.groups import flags, same, vector
 
 IDS = torch.tensor([0, 0, 1])

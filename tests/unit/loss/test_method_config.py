@@ -99,6 +99,14 @@ def test_wrong_values_are_refused() -> None:
     )
 
 
+def test_a_ratio_to_the_sampler_is_not_counted_twice() -> None:
+    for name in ("dppo", "dppo_kl", "ipo"):
+        for kind in ("tis", "icepop"):
+            assert "would count twice" in refused(name, f"mismatch.kind={kind}")
+        assert load_method(name, ["mismatch.kind=sequence_mask"]).config.weighs_sampler
+    assert not load_method("grpo", ["mismatch.kind=sequence_mask"]).config.weighs_sampler
+
+
 def test_unit_reward_methods_refuse_what_leaves_the_unit_interval() -> None:
     for name in ("mapo", "mapo_apd", "tree_rpo"):
         assert "kl.placement=loss" in refused(name, "kl.placement=reward")

@@ -57,10 +57,11 @@ def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
 
 def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Tokens:
     """What the plain reference is given of a batch."""
-    assert batch.ref_logprobs is not None
+    assert batch.ref_logprobs is not None and batch.sampler_logprobs is not None
     names = ("entropy", "is_argmax", "nucleus_entropy", "masked_logprobs")
     values = [batch.logprobs, batch.old_logprobs, batch.ref_logprobs]
     values += [batch.token_columns[name] for name in names]
+    values.append(batch.sampler_logprobs)
     return reference.Tokens(*[per_response(each, rows) for each in values])
 
 
@@ -162,8 +163,10 @@ def on_policy(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
         batch,
         logprobs=logprobs,
         ref_logprobs=batch.old_logprobs,
+        sampler_logprobs=batch.old_logprobs,
         log_ratio_sums=torch.zeros_like(batch.columns["log_ratio_sums"]),
         is_demonstration=torch.zeros_like(batch.columns["is_demonstration"]),
+        chosen_places=torch.tensor([-1]),
     )
     return same, logprobs
 

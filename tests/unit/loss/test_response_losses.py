@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rl.loss.per_token import policy_losses
 from megatron_rl.loss.per_token import response_losses as losses
-from megatron_rl.loss.per_token.whole_responses import WholeResponses
+from megatron_rl.loss.whole_responses import WholeResponses
 from tests.unit.loss.groups import flags, same, vector
 from tests.unit.loss.test_policy_losses import check
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss.per_token import token_advantages
-from megatron_rl.loss.per_token.whole_responses import WholeResponses, num_up_to_quantile
+from megatron_rl.loss.whole_responses import WholeResponses, num_up_to_quantile
 from tests.unit.loss.groups import flags, same, vector
 
 

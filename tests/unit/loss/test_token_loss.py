@@ -116,8 +116,15 @@ def test_masked_tokens_are_never_used() -> None:
         {"policy_loss": {"name": "cispo"}},
         {"policy_loss": {"name": "sapo"}},
         {"policy_loss": {"name": "gmpo"}},
+        {"policy_loss": {"name": "dppo"}},
+        {"policy_loss": {"name": "dppo", "divergence": "kl"}},
+        {"policy_loss": {"name": "ipo"}},
+        {"policy_loss": {"name": "clip_cov"}},
+        {"policy_loss": {"name": "kl_cov"}},
     ):
-        for mismatch in ("none", "tis", "icepop", "sequence_mask"):
+        of_sampler = changes.get("policy_loss", {}).get("name") in ("dppo", "ipo")
+        weighted = () if of_sampler else ("tis", "icepop")
+        for mismatch in ("none", "sequence_mask", *weighted):
             data = batch(
                 logprobs=bad.clone().requires_grad_(),
                 old_logprobs=vector(-1, math.inf, -3),
@@ -125,6 +132,8 @@ def test_masked_tokens_are_never_used() -> None:
                 entropy=bad,
                 sampler_logprobs=bad,
                 loss_mask=flags(1, 0, 1),
+                token_place=torch.arange(3),
+                columns={"chosen_places": torch.tensor([-1, 2])},
             )
             result = token_loss(
                 data, plan(kl=KL, entropy={"coef": 0.1}, mismatch={"kind": mismatch}, **changes)
@@ -209,6 +218,28 @@ def test_correction_weights_the_geometric_mean() -> None:
         same(result.loss[None].detach(), (-mean + 2) / 2)
         assert data.logprobs.grad is not None
         same(data.logprobs.grad, -mean / 4, -mean / 4, 1)
+
+
+def test_a_ratio_to_the_sampler_by_hand() -> None:
+    """On policy, rho = 0.5, 2, 1 of sampler probabilities 2/e, 1/(2 e^2), 1/e^3 with A = 1, 1, -2:
+    losses -0.5, -2, 2. The first is far, but led back to the sampler, which ipo does not ask. A
+    sequence mask drops the first response where sqrt(2 * 2) is above its cap."""
+    sampler = vector(-1 - math.log(0.5), -2 - math.log(2), -3)
+    for name, first in (("dppo", 0.5), ("ipo", 0)):
+        data = batch(sampler_logprobs=sampler)
+        result = token_loss(data, plan(policy_loss={"name": name}))
+        result.loss.backward()
+        same(result.loss[None].detach(), (-(first + 2) / 2 + 2) / 2)
+        assert data.logprobs.grad is not None
+        same(data.logprobs.grad, -first / 4, -2 / 4, 2 / 2)
+        same(result.metrics["policy/ratio_mean"][None], 3.5 / 3)
+        same(result.metrics["policy/kl_old_mean"][None], 0)
+        same(result.metrics["policy/clip_down_positive_share"][None], 0 if first else 1 / 3)
+        same(result.metrics["policy/clip_up_positive_share"][None], 0)
+    masked = plan(policy_loss={"name": "dppo"}, mismatch={"kind": "sequence_mask", "cap": 1.5})
+    far = vector(-1 - math.log(2), -2 - math.log(2), -3)
+    same(run(masked, sampler_logprobs=far).loss[None].detach(), 1)
+    same(run(masked, sampler_logprobs=sampler).loss[None].detach(), 0.375)
 
 
 def test_clip_shares_by_hand() -> None:

@@ -85,6 +85,37 @@ def of_given(name: str, advantage: float, new: float, past: float, frozen: float
     return 0.01 * f[name]
 
 
+CHOSEN = range(3, 40, 5)  # places of tokens, by their covariance
+
+
+def covariant(
+    name: str, ratio: float, advantage: float, before: list[list[float]], place: int
+) -> float:
+    """What is minimized at a token by its place among all, ``before`` being the rows before its
+    own."""
+    place += sum(map(len, before))
+    if name == "clip_cov":
+        return 0.0 if place in CHOSEN else -min(ratio * advantage, min(ratio, 2) * advantage)
+    return -ratio * advantage + (abs(math.log(ratio)) if place in CHOSEN else 0.0)
+
+
+AROUND_SAMPLER = ("dppo tv", "dppo kl", "ipo")
+
+
+def around_sampler(name: str, advantage: float, new: float, sampler: float) -> float:
+    """What is minimized at a token; nothing where it is too far from the sampler."""
+    p, q = math.exp(new), math.exp(sampler)
+    if name == "ipo" and not -0.3 <= p - q <= 0.3:
+        return 0.0
+    away = p > q if advantage > 0 else p < q
+    if name == "dppo tv" and away and abs(p - q) > 0.15:
+        return 0.0
+    kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    if name == "dppo kl" and away and kl > 0.05:
+        return 0.0
+    return -p / q * advantage
+
+
 def gmpo(advantage: float, new: list[float], old: list[float]) -> float:
     """What is minimized at each token of a response; all have one advantage."""
     product = 1.0
