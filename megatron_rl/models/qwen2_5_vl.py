@@ -16,6 +16,7 @@ from megatron_rl.models.base import (
     common,
     refuse,
 )
+from megatron_rl.models.window_attention import with_windows
 
 if TYPE_CHECKING:
     import torch
@@ -102,15 +103,19 @@ def _tensors(vision: Any, patch: tuple[int, ...]) -> Iterator[tuple[str, tuple[i
 
 
 def tower(hf: Any) -> torch.nn.Module:
-    """transformers' module; its parameters have the names of ``Vision.tensors`` below "visual."."""
+    """transformers' module, whose blocks take ``Windows``; its parameters have the names of
+    ``Vision.tensors`` below "visual."."""
     # Importing it takes seconds, which planners need not wait for.
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-        Qwen2_5_VisionTransformerPretrainedModel,
-    )
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as theirs
 
-    return Qwen2_5_VisionTransformerPretrainedModel._from_config(
+    made = theirs.Qwen2_5_VisionTransformerPretrainedModel._from_config(
         hf.vision_config, attn_implementation="sdpa"
     )
+    # Theirs makes a call of attention for each window, and reads the boundaries in each block.
+    own = with_windows(theirs.Qwen2_5_VLVisionAttention, theirs.apply_rotary_pos_emb_vision)
+    for block in made.blocks:
+        block.attn.__class__ = own
+    return made
 
 
 FAMILY = Family("Qwen2_5_VLForConditionalGeneration", read, tower)

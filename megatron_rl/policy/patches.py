@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -38,6 +39,25 @@ def _set_cpu_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bo
     torch.set_rng_state(new_state)
 
 
+_rotary_by_boundaries = rope_utils._apply_rotary_pos_emb_thd
+
+
+def _rotary(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+) -> torch.Tensor:
+    rest = (rotary_interleaved, multi_latent_attention, mscale)
+    # Angles of every token are in its place already, unless its rank has a part of the tokens.
+    if cp_group.size() == 1 and len(freqs) == len(t):
+        return rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs, *rest).squeeze(1)
+    return _rotary_by_boundaries(t, cu_seqlens, freqs, *rest, cp_group)
+
+
 PATCHES = (
     Patch(
         moe_utils,
@@ -54,6 +74,14 @@ PATCHES = (
         " collective wants numbers",
         _without_cuda,
         _maybe_numpy,
+    ),
+    Patch(
+        rope_utils,
+        "_apply_rotary_pos_emb_thd",
+        "where angles are those of every token (images, shared prompts) megatron fetches the"
+        " boundaries of the sequences one by one, for query and key of each layer",
+        lambda: True,
+        _rotary,
     ),
     Patch(
         megatron_random,

@@ -19,17 +19,21 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.passes import vision
 from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
 from megatron_rl.types import SequenceBatch, SequenceLengths
 from tests import zoo
 from tests.numerics.policy_reference import ENTROPY, NUM_ROWS, make_batch
+from tests.numerics.seeing import seeing_batch, seeing_policy
 from tests.numerics.simulated_device import SimulatedDevice
 from tests.zoo import tiny_policy
 
 # megatron's rotary embedding without Transformer Engine reads the boundaries of the sequences.
 VENDOR = ("_apply_rotary_pos_emb_thd",)
+# transformers' functions of grids, which are of the host.
+OF_GRIDS = ("get_vision_window_index", "get_vision_position_ids", "get_vision_cu_seqlens")
 SPLITS = {2: [[0, 1, 2], [3, 4, 5]], 4: [[0, 1], [2], [3, 4], [5]]}
 
 
@@ -80,6 +84,20 @@ def scored(batch: SequenceBatch) -> Experience:
     )
 
 
+def of_host(device: SimulatedDevice, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What it makes beside a tensor of the host, on the device of that tensor, is of the host."""
+
+    def made(*args: Any) -> Any:
+        before, device.paused = device.paused, True
+        found = function(*args)
+        device.paused = before
+        for tensor in found if isinstance(found, tuple) else (found,):
+            device.take(tensor)
+        return found
+
+    return made
+
+
 def counted(device: SimulatedDevice, action: Callable[[], Any]) -> dict[str, dict[str, int]]:
     device.clear()
     action()
@@ -90,9 +108,9 @@ def counted(device: SimulatedDevice, action: Callable[[], Any]) -> dict[str, dic
     }
 
 
-def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
+def trips(policy: MegatronPolicy, fused: bool, batch: SequenceBatch) -> dict[str, Any]:
     """For 2 and 4 micro-batches, as a step of training calls the policy."""
-    batch = replace(make_batch(), prompt_index=None)
+    batch = replace(batch, prompt_index=None)
     experience = scored(batch)
     method = load_method("grpo", ["mismatch.kind=tis", "entropy.coef=0.01"])
     signals = signals_of(method)
@@ -101,6 +119,9 @@ def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
         for tensor in tensors():
             if tensor.dim():
                 device.put(tensor)
+    for module in policy.modules:
+        for tensor in (module.rotary_pos_emb.inv_freq, *module.buffers()):
+            device.put(tensor)
 
     def logprobs(split: list[list[int]]) -> TokenScores:
         return policy.score(LocalBatch(batch, split), ENTROPY).map(torch.Tensor.cpu)
@@ -117,6 +138,9 @@ def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with (
         mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_rotary),
+        mock.patch.multiple(
+            vision, **{name: of_host(device, getattr(vision, name)) for name in OF_GRIDS}
+        ),
         device.watched(),
     ):
         figures["first"] = logprobs(SPLITS[2]).logprobs.tolist()
@@ -136,6 +160,22 @@ def figures(folder: Path) -> dict[str, Any]:
         path = zoo.save_tiny_model("qwen2", folder / f"qwen2-{layers}", layers=layers)
         for fused in (False, True):
             policy = tiny_policy(path, {}, keep_reference=False)
-            found[f"{layers} {'fused' if fused else 'plain'}"] = trips(policy, fused)
+            kind = "fused" if fused else "plain"
+            found[f"{layers} {kind}"] = trips(policy, fused, make_batch())
             policy.close()
+    return found
+
+
+def figures_of_others(folder: Path) -> dict[str, Any]:
+    """The same of a vision-language model, whose angles no fused kernel takes, and of experts."""
+    found: dict[str, Any] = {}
+    for layers in (2, 4):
+        path = zoo.save_tiny_model("qwen2_5_vl", folder / f"images-{layers}", layers=layers)
+        policy = seeing_policy(path, {}, keep_reference=False)
+        found[f"{layers} images"] = trips(policy, False, seeing_batch())
+        policy.close()
+        path = zoo.save_tiny_model("qwen3_moe", folder / f"experts-{layers}", layers=layers)
+        policy = tiny_policy(path, {}, keep_reference=False)
+        found[f"{layers} experts"] = trips(policy, True, make_batch())
+        policy.close()
     return found

@@ -23,6 +23,12 @@ UPDATE = {
     "clip_grads.py:get_grad_norm_fp32: _local_scalar_dense": 1,
 }
 BUDGET = {"logprobs": SCORES, "update": SCORES | UPDATE}
+# Of a layer and micro-batch: megatron's experts without Transformer Engine.
+EXPERTS = {
+    "moe_utils.py:permute: masked_select": 2,
+    "moe_utils.py:sort_chunks_by_idxs: tolist": 3,
+    "experts.py:forward: tolist": 1,
+}
 ROTARY = "rope_utils.py:_apply_rotary_pos_emb_thd"
 
 
@@ -30,6 +36,32 @@ ROTARY = "rope_utils.py:_apply_rotary_pos_emb_thd"
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (found,) = call(1, host_waits_worker.figures, tmp_path_factory.mktemp("waits"), timeout=250)
     return found
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("others")
+    (found,) = call(1, host_waits_worker.figures_of_others, folder, timeout=250)
+    return found
+
+
+@pytest.mark.parametrize("action", list(BUDGET))
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("number", MICROBATCHES)
+def test_with_images_nothing_grows(others, action, layers, number):
+    """Neither in the tower nor in layers, whose angles are those of every token."""
+    found = others[f"{layers} images"][f"{action} {number}"]
+    assert found["waits"] == BUDGET[action]
+    assert found["vendor"] == {}
+
+
+@pytest.mark.parametrize("action", list(BUDGET))
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("number", MICROBATCHES)
+def test_with_experts_only_their_sizes_are_waited_for(others, action, layers, number):
+    found = others[f"{layers} experts"][f"{action} {number}"]
+    sizes = {place: count * layers * number for place, count in EXPERTS.items()}
+    assert found["waits"] == BUDGET[action] | sizes
 
 
 @pytest.mark.parametrize("action", list(BUDGET))
@@ -45,14 +77,14 @@ def test_with_the_fused_rotary_embedding_nothing_grows(figures, action, layers, 
 @pytest.mark.parametrize("action", list(BUDGET))
 @pytest.mark.parametrize("number", MICROBATCHES)
 def test_without_it_only_the_rotary_embedding_grows(figures, action, number):
-    """Twice a layer (query and key) and micro-batch it reads the boundaries, and asks for the
-    last."""
+    """Twice a layer (query and key) it reads the boundaries, and asks for the last, of the two
+    micro-batches with several sequences; a sequence alone has the angles of its tokens."""
     for layers in LAYERS:
         found = figures[f"{layers} plain"][f"{action} {number}"]
         assert found["waits"] == BUDGET[action]
         assert set(found["vendor"]) == {f"{ROTARY}: tolist", f"{ROTARY}: _local_scalar_dense"}
-        assert found["vendor"][f"{ROTARY}: tolist"] == 2 * layers * number
-        assert found["vendor"][f"{ROTARY}: _local_scalar_dense"] >= 2 * layers * number
+        assert found["vendor"][f"{ROTARY}: tolist"] == 2 * layers * 2
+        assert found["vendor"][f"{ROTARY}: _local_scalar_dense"] >= 2 * layers * 2
 
 
 @pytest.mark.parametrize("layers", LAYERS)

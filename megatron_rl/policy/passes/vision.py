@@ -11,10 +11,15 @@ from jaxtyping import Float, Int
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers.vision_utils import get_vision_position_ids
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.base import Vision
+from megatron_rl.models.window_attention import Windows
 from megatron_rl.protocols import ImageProcessor
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import Image, SequenceBatch
@@ -242,11 +247,22 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
 def _features(tower: Any, pixels: Tensor, grids: Tensor) -> Tensor:
     """``[features, hidden]`` of images in the order of their pixels.
 
-    ``grids`` stay on the host, where the tower reads the boundaries of its windows: on a device it
-    would wait for them in every block.
+    ``grids`` stay on the host: all that follows from them is made there and queued.
     """
-    positions = get_vision_position_ids(grids, tower.spatial_merge_size)
-    output = tower(pixels, grid_thw=grids, position_ids=to_device(positions, pixels.device))
+
+    def put(values: Tensor) -> Tensor:
+        return to_device(values, pixels.device)
+
+    merge = tower.spatial_merge_size
+    order, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
+    output = tower(
+        pixels,
+        grid_thw=grids,
+        position_ids=put(get_vision_position_ids(grids, merge)),
+        window_index=put(order),
+        cu_window_seqlens=Windows.of(windows, put),
+        cu_seqlens=Windows.of(get_vision_cu_seqlens(grids), put),
+    )
     return output.pooler_output
 
 

@@ -1,0 +1,75 @@
+"""Attention of a vision tower within its windows: one call a block, or one for each length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Heads = Float[Tensor, "patches heads width"]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which patches see each other: those of a window, which are neighbors.
+
+    Attributes:
+        boundaries: int32, where windows begin, and the end; of the device of the patches.
+        longest: patches of the longest window.
+        by_length: length of a window -> the patches of those that long, window after window.
+    """
+
+    boundaries: Int[Tensor, " windows_plus_1"]
+    longest: int
+    by_length: dict[int, Int[Tensor, " n"]]
+
+    @classmethod
+    def of(cls, boundaries: Int[Tensor, " n"], put: Callable[[Tensor], Tensor]) -> Windows:
+        """``boundaries``: of the host, where windows may be empty; ``put``: to the device."""
+        starts, lengths = boundaries[:-1].long(), boundaries.diff().long()
+        by_length = {
+            length: put((starts[lengths == length, None] + torch.arange(length)).flatten())
+            for length in lengths.unique().tolist()
+            if length
+        }
+        return cls(put(boundaries.int()), int(lengths.max()), by_length)
+
+    def attend(self, query: Heads, key: Heads, value: Heads, scale: float) -> Heads:
+        if query.is_cuda and query.element_size() == 2:  # what the kernel of ragged lengths takes
+            from torch.nn.attention.varlen import varlen_attn
+
+            ends, longest = self.boundaries, self.longest
+            found = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale)
+            assert isinstance(found, Tensor)
+            return found
+        result = torch.empty_like(query)
+        for length, places in self.by_length.items():
+            # [patches, heads, width] -> [windows, heads, length, width], and back
+            parts = (
+                each.index_select(0, places).unflatten(0, (-1, length)).transpose(1, 2)
+                for each in (query, key, value)
+            )
+            found = F.scaled_dot_product_attention(*parts, scale=scale).transpose(1, 2)
+            result = result.index_copy(0, places, found.flatten(0, 1))
+        return result
+
+
+def with_windows(attention: Any, rotate: Callable[..., Any]) -> type:
+    """``attention`` of transformers, given ``Windows`` in the place of boundaries; ``rotate``: its
+    rotary embedding."""
+
+    class WindowAttention(attention):
+        def forward(
+            self, hidden_states: Tensor, cu_seqlens: Windows, position_embeddings: Any, **_: Any
+        ) -> Tensor:
+            parts = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+            query, key = rotate(*parts[:2], *position_embeddings)
+            found = cu_seqlens.attend(query, key, parts[2], self.scaling)
+            return self.proj(found.flatten(1))
+
+    return WindowAttention
