@@ -103,19 +103,17 @@ def _tensors(vision: Any, patch: tuple[int, ...]) -> Iterator[tuple[str, tuple[i
 
 
 def tower(hf: Any) -> torch.nn.Module:
-    """transformers' module, whose blocks take ``Windows``; its parameters have the names of
+    """transformers' module with the attention of ``with_windows``; its parameters have the names of
     ``Vision.tensors`` below "visual."."""
     # Importing it takes seconds, which planners need not wait for.
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as theirs
 
-    made = theirs.Qwen2_5_VisionTransformerPretrainedModel._from_config(
-        hf.vision_config, attn_implementation="sdpa"
+    own = with_windows(
+        theirs.Qwen2_5_VisionTransformerPretrainedModel,
+        theirs.Qwen2_5_VLVisionAttention,
+        theirs.apply_rotary_pos_emb_vision,
     )
-    # Theirs makes a call of attention for each window, and reads the boundaries in each block.
-    own = with_windows(theirs.Qwen2_5_VLVisionAttention, theirs.apply_rotary_pos_emb_vision)
-    for block in made.blocks:
-        block.attn.__class__ = own
-    return made
+    return own._from_config(hf.vision_config, attn_implementation="sdpa")
 
 
 FAMILY = Family("Qwen2_5_VLForConditionalGeneration", read, tower)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from megatron_rl.runtime.transfer import to_device
 
 Heads = Float[Tensor, "patches heads width"]
 
@@ -59,9 +67,13 @@ class Windows:
         return result
 
 
-def with_windows(attention: Any, rotate: Callable[..., Any]) -> type:
-    """``attention`` of transformers, given ``Windows`` in the place of boundaries; ``rotate``: its
-    rotary embedding."""
+def with_windows(tower: type, attention: type, rotate: Callable[..., Any]) -> type:
+    """``tower`` of transformers, which makes one call of ``attention`` for each window and reads
+    the boundaries in each block, with one call for all windows and no read.
+
+    ``tower(pixels, grid_thw)`` takes the grids of the host: all that follows from them is made
+    there and queued. ``rotate``: the rotary embedding of ``attention``.
+    """
 
     class WindowAttention(attention):
         def forward(
@@ -72,4 +84,25 @@ def with_windows(attention: Any, rotate: Callable[..., Any]) -> type:
             found = cu_seqlens.attend(query, key, parts[2], self.scaling)
             return self.proj(found.flatten(1))
 
-    return WindowAttention
+    class WindowTower(tower):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for block in self.blocks:
+                block.attn.__class__ = WindowAttention
+
+        def forward(self, hidden_states: Tensor, grid_thw: Int[Tensor, "images 3"]) -> Any:
+            put = partial(to_device, device=hidden_states.device)
+            merge = self.spatial_merge_size
+            order, windows = get_vision_window_index(
+                grid_thw, merge, self.window_size, self.patch_size
+            )
+            return super().forward(
+                hidden_states,
+                grid_thw=grid_thw,
+                position_ids=put(get_vision_position_ids(grid_thw, merge)),
+                window_index=put(order),
+                cu_window_seqlens=Windows.of(windows, put),
+                cu_seqlens=Windows.of(get_vision_cu_seqlens(grid_thw), put),
+            )
+
+    return WindowTower

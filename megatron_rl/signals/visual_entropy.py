@@ -87,7 +87,7 @@ class Tower:
     def entropy(self, image: Image) -> float:
         """In nats, of the features of the patches before they are merged."""
         pixels = self._processor.pixels(image).to(device())
-        grid = torch.tensor([self._processor.grid(image)], device=device())
+        grid = torch.tensor([self._processor.grid(image)])
         features = self._model(pixels, grid_thw=grid).last_hidden_state
         return visual_entropy(features.cpu()).item()
 

@@ -17,9 +17,9 @@ from megatron_rl.config.method import load_method
 from megatron_rl.data.sequences import response_tokens
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
+from megatron_rl.models import window_attention
 from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.passes import vision
 from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
@@ -139,7 +139,8 @@ def trips(policy: MegatronPolicy, fused: bool, batch: SequenceBatch) -> dict[str
     with (
         mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_rotary),
         mock.patch.multiple(
-            vision, **{name: of_host(device, getattr(vision, name)) for name in OF_GRIDS}
+            window_attention,
+            **{name: of_host(device, getattr(window_attention, name)) for name in OF_GRIDS},
         ),
         device.watched(),
     ):

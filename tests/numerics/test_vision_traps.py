@@ -85,7 +85,7 @@ def own_slice(seeing: Any, token_ids: Tensor, images: vision.PlacedImages | None
     )
     first = len(states) * dist.get_rank()
     here = (images.places >= first) & (images.places < first + len(states))
-    features = vision._features(seeing.visual, images.pixels(), images.grids)
+    features = seeing.visual(images.pixels(), grid_thw=images.grids).pooler_output
     rows = features[images.source[here]][:, None]
     return states.index_put((images.places[here] - first,), rows)
 

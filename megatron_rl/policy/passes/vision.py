@@ -11,15 +11,9 @@ from jaxtyping import Float, Int
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers.vision_utils import (
-    get_vision_cu_seqlens,
-    get_vision_position_ids,
-    get_vision_window_index,
-)
 
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.base import Vision
-from megatron_rl.models.window_attention import Windows
 from megatron_rl.protocols import ImageProcessor
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import Image, SequenceBatch
@@ -233,7 +227,7 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     """
     states = model.embedding(input_ids=token_ids, position_ids=None)
     if images is not None:
-        features = _features(model.visual, images.pixels(), images.grids)
+        features = model.visual(images.pixels(), grid_thw=images.grids).pooler_output
         rows = features.to(states.dtype).index_select(0, images.source)
         states = states.index_put((images.places,), rows[:, None])
     elif torch.is_grad_enabled() and next(model.visual.parameters()).requires_grad:
@@ -244,31 +238,9 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     return states
 
 
-def _features(tower: Any, pixels: Tensor, grids: Tensor) -> Tensor:
-    """``[features, hidden]`` of images in the order of their pixels.
-
-    ``grids`` stay on the host: all that follows from them is made there and queued.
-    """
-
-    def put(values: Tensor) -> Tensor:
-        return to_device(values, pixels.device)
-
-    merge = tower.spatial_merge_size
-    order, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
-    output = tower(
-        pixels,
-        grid_thw=grids,
-        position_ids=put(get_vision_position_ids(grids, merge)),
-        window_index=put(order),
-        cu_window_seqlens=Windows.of(windows, put),
-        cu_seqlens=Windows.of(get_vision_cu_seqlens(grids), put),
-    )
-    return output.pooler_output
-
-
 def _black_image(tower: Any) -> Tensor:
     """The feature of one token's worth of zeros."""
     merge = tower.spatial_merge_size
     weight = tower.patch_embed.proj.weight
     pixels = weight.new_zeros(merge * merge, weight[0].numel())
-    return _features(tower, pixels, torch.tensor([[1, merge, merge]]))
+    return tower(pixels, grid_thw=torch.tensor([[1, merge, merge]])).pooler_output
