@@ -1,6 +1,6 @@
 """The steps of a recorded run once more: from a checkpoint (or the model that the run began with),
-each on the experience of its record (``step_record.py``). What is not computed again is the
-responses: they are those of the record.
+each on the experience of its record (``rollouts/step_record.py``). What is not computed again are
+the responses: they are those of the record.
 
 In the layout of the run every metric of a step must be the run's, and the weights those of the
 checkpoints on the way, bit for bit, as far as the device computes alike twice. In another layout
