@@ -131,7 +131,7 @@ def _begin(
 
 
 def _about_bytes(stored: Sequence[StoredParameter]) -> int:
-    """What this rank copies: see planning/policy_memory.py."""
+    """What this rank copies: see planning/memory.py."""
     return 12 * sum(item.writes[1] - item.writes[0] for item in stored if item.is_main)
 
 
