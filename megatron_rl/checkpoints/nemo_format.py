@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from megatron_rl.checkpoints.hf import copy_companions
-from megatron_rl.config.number_formats import format_name
+from megatron_rl.config.model_config import format_name
 from megatron_rl.errors import first_line
 from megatron_rl.models import Architecture
 

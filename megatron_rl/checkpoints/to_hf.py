@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.checkpoints.hf import MAX_FILE_BYTES, ShardWriter, copy_companions, write_config
-from megatron_rl.config.number_formats import format_name
+from megatron_rl.config.model_config import format_name
 from megatron_rl.models import read_architecture
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.rules.layout_rules import longest_engine_stage
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Architecture

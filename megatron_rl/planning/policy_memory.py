@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.rules.layout_rules import stage_layers
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
 from megatron_rl.models import Architecture
