@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.checkpoints.hf import HfDirectory, ShardWriter, copy_companions, write_config
-from megatron_rl.config.number_formats import format_name
+from megatron_rl.config.model_config import format_name
 from megatron_rl.errors import concerning
 from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.models.parameter_map import hf_names

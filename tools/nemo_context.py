@@ -18,7 +18,7 @@ import yaml
 
 from megatron_rl.checkpoints.hf import copy_companions
 from megatron_rl.checkpoints.megatron_format import NEMO_FIELDS
-from megatron_rl.config.number_formats import format_name
+from megatron_rl.config.model_config import format_name
 from megatron_rl.models import Architecture
 
 TOKENIZER = "nemo_tokenizer"

@@ -22,7 +22,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from megatron_rl.config.anneal import AnnealConfig
+from megatron_rl.annealing import AnnealConfig
 from megatron_rl.hooks import ChosenHooks
 from megatron_rl.loss.config import MethodConfig
 

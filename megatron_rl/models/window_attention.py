@@ -17,7 +17,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 
 Heads = Float[Tensor, "patches heads width"]
 

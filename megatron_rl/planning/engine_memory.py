@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Architecture
 from megatron_rl.planning.parameter_counts import engine_parameters, is_layer_matrix

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.rules.layout_rules import replica_ranks, stage_layers
 from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
 from megatron_rl.models import Architecture

@@ -36,8 +36,7 @@ from megatron_rl.run.run_record import (
     data_fingerprint,
     model_fingerprint,
 )
-from megatron_rl.run.saved_settings import is_run, read_config
-from megatron_rl.run.start import CHECKPOINTS, METRICS
+from megatron_rl.run.start import CHECKPOINTS, METRICS, is_run, read_config
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import SignalSetup

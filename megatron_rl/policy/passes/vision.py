@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.base import Vision
 from megatron_rl.protocols import ImageProcessor
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 from megatron_rl.types import Image, SequenceBatch
 
 Grid = tuple[int, int, int]  # time, rows and columns of patches

@@ -34,7 +34,7 @@ from megatron_rl.checkpoints.part_writer import (
     saved_bytes,
 )
 from megatron_rl.checkpoints.saving import CheckpointSave
-from megatron_rl.config.number_formats import format_name
+from megatron_rl.config.model_config import format_name
 from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.precision import plain
 from megatron_rl.policy.reference import Reference
