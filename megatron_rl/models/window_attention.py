@@ -67,7 +67,7 @@ class Windows:
         return result
 
 
-def with_windows(tower: type, attention: type, rotate: Callable[..., Any]) -> type:
+def with_windows(tower: Any, attention: Any, rotate: Callable[..., Any]) -> Any:
     """``tower`` of transformers, which makes one call of ``attention`` for each window and reads
     the boundaries in each block, with one call for all windows and no read.
 
