@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
+
+from megatron_rl.knobs import Piece
 
 Number = float | Shaped[Tensor, " n"]
 
@@ -76,3 +80,23 @@ def policy_temperatures(
     if annealing is None or not annealing.in_policy:
         return None
     return annealing.of_lengths(torch.from_numpy(lengths))
+
+
+class AnnealConfig(Piece):
+    """``rollout.anneal``: see ``Annealing``; off where ``start`` is null."""
+
+    start: PositiveFloat | None
+    end: Annotated[float, Field(ge=0.01)]  # the gradient of a logit is divided by it
+    decay_tokens: PositiveFloat
+    decay_growth: NonNegativeFloat
+    decay_limit: PositiveFloat
+    plain_tokens: NonNegativeInt
+    policy: Literal["annealed", "plain"]
+
+    @property
+    def schedule(self) -> Annealing | None:
+        """That of a run; None where it is off."""
+        if self.start is None:
+            return None
+        values = self.model_dump(exclude={"policy"})
+        return Annealing(**values, in_policy=self.policy == "annealed")

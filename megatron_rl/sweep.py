@@ -31,8 +31,7 @@ from megatron_rl.plugins import add_plugin_option, load_plugins, loaded
 from megatron_rl.reporting.metrics import TABLE, defined
 from megatron_rl.runtime.guard import lock
 from megatron_rl.sweeping import commands
-from megatron_rl.sweeping.machine import shares
-from megatron_rl.sweeping.running import Runner, Stopped, SweepOutcome
+from megatron_rl.sweeping.running import Runner, Stopped, SweepOutcome, shares
 from megatron_rl.sweeping.summary import summary
 from megatron_rl.sweeping.trials import Trial, is_finished, make_trials, with_wandb
 

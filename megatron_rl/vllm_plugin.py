@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.engine.requirements import require_vllm
 from megatron_rl.runtime.device import device
-from megatron_rl.runtime.guard.parent import die_with_server
+from megatron_rl.runtime.process import die_with_server
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.reshard import ReshardSync
 

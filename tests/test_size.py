@@ -30,11 +30,10 @@ ENVIRONMENT_READERS = {
     "megatron_rl/runtime/launch.py": "rank, world size and rendezvous address set by torchrun",
     "megatron_rl/runtime/guard/failure.py": "rank, rendezvous address, error file set by torchrun",
     "megatron_rl/runtime/guard/first_failure.py": "rendezvous address set by torchrun",
-    "megatron_rl/runtime/process.py": "whether torchrun started this process, and as which rank",
+    "megatron_rl/runtime/process.py": "whether torchrun or `serve` started it, and as which rank",
     "megatron_rl/rewards/workers/server.py": (
         "handed on to a child process, with the path to this package added"
     ),
-    "megatron_rl/runtime/guard/parent.py": "whether this process is of a server that `serve` made",
     "megatron_rl/runtime/joint_group.py": "what NCCL does at an error, set while a group is made",
     "megatron_rl/sweep.py": "the GPUs of this process, to share them among the runs of a sweep",
     "megatron_rl/sweeping/running.py": "handed on to the runs of a sweep, child processes",

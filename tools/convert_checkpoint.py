@@ -27,13 +27,16 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_rl.checkpoints import directory, megatron_format, nemo_format
-from megatron_rl.checkpoints.hf import HfDirectory, copy_companions, write_config
-from megatron_rl.checkpoints.to_hf import checkpoint_to_hf
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.checkpoints import directory, megatron_format
+from megatron_rl.checkpoints.hf import HfDirectory, ShardWriter, copy_companions, write_config
+from megatron_rl.config.model_config import format_name
 from megatron_rl.errors import concerning
 from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.models.parameter_map import hf_names
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
+from tools import nemo_context
 
 CONFIG = "hf"
 
@@ -55,11 +58,13 @@ def to_nemo(source: Path, target: Path) -> str:
     arch, hf = read_architecture(source)
     files = _checked(source, arch)
     dtype = files.common_dtype(hf_names(arch)[:1])
-    model = nemo_format.model_call(arch, hf, dtype, nemo_format.has_tokenizer(source))
+    model = nemo_context.model_call(arch, hf, dtype, nemo_context.has_tokenizer(source))
     partial = directory.begin(target)
-    nemo_format.write_context(source, partial / nemo_format.CONTEXT, model)
-    (partial / nemo_format.WEIGHTS).mkdir()
-    digest = _write(arch, files, partial / nemo_format.WEIGHTS, nemo_format.PREFIX)
+    nemo_context.write_context(source, partial / megatron_format.NEMO_CONTEXT, model)
+    (partial / megatron_format.NEMO_WEIGHTS).mkdir()
+    digest = _write(
+        arch, files, partial / megatron_format.NEMO_WEIGHTS, megatron_format.NEMO_PREFIX
+    )
     _copy_config(source, partial / CONFIG)
     directory.publish(target)
     return digest
@@ -103,17 +108,45 @@ def to_hf(
     *,
     allow_pickle: bool = False,
 ) -> str:
-    """Writes the HF directory; returns the digest of the weights. ``config`` None: what
-    ``to_megatron`` left in ``source``."""
-    return checkpoint_to_hf(
-        source, target, config or source / CONFIG, max_file_bytes, allow_pickle=allow_pickle
-    )
+    """Writes the HF directory, as a whole or not at all; returns the digest of the weights.
+
+    Args:
+        source: a checkpoint of megatron-core, of NeMo 2, or of a training run (its optimizer is
+            left out).
+        config: the HF directory that config.json and the tokenizer files are taken from; None:
+            what ``to_megatron`` left in ``source``.
+        max_file_bytes: largest safetensors file.
+        allow_pickle: read an index that names classes it does not need; it may run any program.
+
+    Raises:
+        ValueError: no checkpoint, or one that does not fit ``config``.
+    """
+    config = config or source / CONFIG
+    arch, _ = read_architecture(config)
+    if (source / directory.MANIFEST).is_file():  # of a training run, which says what is whole
+        directory.check_whole(source)
+    partial = directory.begin(target)
+    writer = ShardWriter(partial, max_file_bytes)
+    digests: dict[str, str] = {}
+    formats: set[str] = set()
+    stored = megatron_format.read_hf(source, arch, writer.make_room, allow_pickle=allow_pickle)
+    for name, tensor in stored:
+        digests[name] = tensor_digest(tensor)
+        formats.add(format_name(tensor.dtype))
+        writer.add(name, tensor)
+    writer.close()
+    # config.json has one entry for all tensors: where they differ, it stays as it was.
+    write_config(config, partial, formats.pop() if len(formats) == 1 else None)
+    copy_companions(config, partial)
+    directory.publish(target)
+    return combined_digest(digests)
 
 
 def check_source(command: str, source: Path, config: Path | None) -> None:
     """Raises ValueError, with the way out, when the source is not what the direction reads."""
     is_checkpoint = any(
-        (folder / ".metadata").is_file() for folder in (source, source / nemo_format.WEIGHTS)
+        (folder / ".metadata").is_file()
+        for folder in (source, source / megatron_format.NEMO_WEIGHTS)
     )
     if not source.is_dir():
         wanted = "a checkpoint" if command == "to-hf" else "a HF directory"
@@ -150,7 +183,7 @@ def _refuse_other_directory(source: Path) -> None:
         raise ValueError(
             f"{source} holds checkpoints; give one of them: {', '.join(map(str, newest))}"
         )
-    reason = f"(no file .metadata in it or in its {nemo_format.WEIGHTS}/)"
+    reason = f"(no file .metadata in it or in its {megatron_format.NEMO_WEIGHTS}/)"
     if (source / "config.json").is_file():
         reason = "but a HF directory already"
     raise ValueError(

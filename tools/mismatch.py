@@ -39,8 +39,9 @@ from megatron_rl.engine import arguments
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
-from megatron_rl.trainer.bundle import CONFIG, WEIGHTS, Bundle, read_bundle
+from megatron_rl.trainer.bundle import CONFIG, WEIGHTS
 from megatron_rl.types import SequenceBatch
+from tools.replay.read_bundle import Bundle, read_bundle
 from tools.replay_step import build_policy, layout
 
 LARGE = 0.1  # nats, as the next

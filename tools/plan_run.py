@@ -31,7 +31,6 @@ from megatron_rl.loss import Method
 from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.planning.advice import no_cache, problems
 from megatron_rl.planning.at_start import plan
-from megatron_rl.planning.balance import idle_share
 from megatron_rl.planning.engine_memory import (
     GIB,
     EngineMemory,
@@ -43,6 +42,7 @@ from megatron_rl.planning.phases import MemoryBudget, overhead_gib
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.signals import signals_of
 from tools.plan_sync import PRESETS, positive, whole
+from tools.planning.balance import idle_share
 from tools.planning.engine_tables import NotDeclaredError
 from tools.planning.rollout_time import (
     Engines,

@@ -22,12 +22,15 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.data.multimodal.vision import vision_of
@@ -39,9 +42,9 @@ from megatron_rl.runtime.device import make_deterministic
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import policy_settings
-from megatron_rl.trainer.bundle import Bundle, read_bundle
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
-from megatron_rl.trainer.replay import Again, ReplayedRun, config_of, find_route
+from tools.replay.read_bundle import Bundle, read_bundle
+from tools.replay.recorded_run import Again, ReplayedRun, config_of, find_route
 
 ONE_PROCESS = dict(
     tensor=1,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.config.number_formats import format_name
+from megatron_rl.config.model_config import format_name
 
 Range = tuple[int, int]  # begin and end, as in Python's range
 _Rectangle = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, first element

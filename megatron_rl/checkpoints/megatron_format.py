@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_rl.checkpoints import nemo_format
 from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings, saved_bytes
 from megatron_rl.checkpoints.safe_load import COMMON, INDEX, read_index
 from megatron_rl.checkpoints.sealing import Receipt, index, receipt_path
+from megatron_rl.errors import first_line
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -63,6 +64,23 @@ _STATEFUL = (
     "linear_fc2",
     "decoder.final_layernorm",
 )
+
+# A NeMo 2 checkpoint has weights of this format, and says in context/ what they are. Every key
+# begins with the prefix.
+NEMO_WEIGHTS = "weights"
+NEMO_CONTEXT = "context"
+NEMO_PREFIX = "module."
+# Field of NeMo's configuration -> field of Architecture. Shapes alone would not show a wrong rotary
+# base.
+NEMO_FIELDS = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_query_groups": "num_kv_heads",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "rotary_base": "rope_theta",
+    "layernorm_epsilon": "norm_eps",
+}
 
 
 @dataclass(frozen=True)
@@ -191,8 +209,8 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
-        if (path / nemo_format.WEIGHTS / ".metadata").is_file():
-            path = path / nemo_format.WEIGHTS
+        if (path / NEMO_WEIGHTS / ".metadata").is_file():
+            path = path / NEMO_WEIGHTS
         if not (path / ".metadata").is_file():
             raise ValueError(
                 f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)"
@@ -200,8 +218,8 @@ class CheckpointReader:
         self.path = path
         self.metadata = FileSystemReader(path).read_metadata() if allow_pickle else read_index(path)
         keys = self.metadata.state_dict_metadata
-        prefixed = any(key.startswith(nemo_format.PREFIX) for key in keys)
-        self.prefix = nemo_format.PREFIX if prefixed else ""
+        prefixed = any(key.startswith(NEMO_PREFIX) for key in keys)
+        self.prefix = NEMO_PREFIX if prefixed else ""
 
     def array(self, item: LayerTensor, *, any_rows: bool = False) -> tuple[str, Any]:
         """Key and description of the array that holds ``item``.
@@ -258,6 +276,30 @@ def check_tied_head(reader: CheckpointReader, arch: Architecture, embedding: Lay
         )
 
 
+def check_nemo_model(path: Path, arch: Architecture) -> None:
+    """Raises ValueError when ``path`` is a NeMo 2 checkpoint of another model than ``arch``, or its
+    description cannot be read. Directories without NeMo's files are not checked."""
+    file = path / NEMO_CONTEXT / "model.yaml"
+    if not file.is_file():
+        return
+    try:
+        written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
+        there = {theirs: written[theirs] for theirs in NEMO_FIELDS if theirs in written}
+    except (yaml.YAMLError, UnicodeError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{file} cannot be read ({first_line(error)}); copy the checkpoint again"
+        ) from error
+    wrong = [
+        f"{theirs} is {value!r} there, {getattr(arch, NEMO_FIELDS[theirs])!r} in config.json"
+        for theirs, value in there.items()
+        if value != getattr(arch, NEMO_FIELDS[theirs])
+    ]
+    if wrong:
+        raise ValueError(
+            f"{file} describes another model: {'; '.join(wrong)}; give the config.json of this one"
+        )
+
+
 def read_hf(
     path: Path, arch: Architecture, announce: Callable[[int], None], *, allow_pickle: bool = False
 ) -> Iterable[tuple[str, Tensor]]:
@@ -267,7 +309,7 @@ def read_hf(
     ``allow_pickle``: see CheckpointReader.
     """
     reader = CheckpointReader(path, allow_pickle=allow_pickle)
-    nemo_format.check_config(path, arch)
+    check_nemo_model(path, arch)
     stored = list(layer_tensors(arch, reader.vocab_rows(arch)))
     for item in stored:
         reader.array(item)  # all are there and fit, before the first is read

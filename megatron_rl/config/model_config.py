@@ -1,4 +1,5 @@
-"""``config.json`` of a model directory: read, checked, and its sizes in plain numbers."""
+"""``config.json`` of a model directory: read, checked, and its sizes in plain numbers; the number
+formats that a configuration names. Without torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 
 from megatron_rl.errors import close_names, did_you_mean
 
+# Bytes of one number, by the name of its format: torch's name without "torch.".
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _POINTER_START = b"version "
 _POINTER_SECOND_LINE = b"\noid sha256:"
 REQUIRED = ("num_hidden_layers", "num_attention_heads")
@@ -198,3 +201,8 @@ def _check_size(file: Path, values: Mapping[str, Any], key: str, *, required: bo
         raise ValueError(
             f"model.path: {file} has {key} = {value!r}; it must be a whole number of at least 1"
         )
+
+
+def format_name(dtype: Any) -> str:
+    """The name of a ``torch.dtype``. Example: ``format_name(torch.bfloat16)`` is "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from megatron_rl.config.anneal import AnnealConfig
+from megatron_rl.annealing import AnnealConfig
 from megatron_rl.hooks import ChosenHooks
 from megatron_rl.loss.config import MethodConfig
 
@@ -343,11 +343,10 @@ class LoggingConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Parts of the policy that leave the device while the engine generates, and memory checks."""
+    """Parts of the policy that leave the device while the engine generates, and a check."""
 
     enforce: bool
     offload: tuple[Literal["optimizer", "gradients", "weights"], ...]
-    alarm_growth_gib: PositiveFloat | None
 
 
 class MismatchLimits(Section):

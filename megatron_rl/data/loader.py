@@ -199,7 +199,7 @@ def numbered(prompt: Prompt, count: int) -> Prompt:
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Their number and a digest of their order, tokens, answers and images."""
-    if isinstance(prompts, StoredPrompts) and prompts.fingerprint is not None:
+    if isinstance(prompts, StoredPrompts):
         return prompts.fingerprint
     digest = hashlib.sha256()
     for prompt in prompts:

@@ -15,7 +15,6 @@ from megatron_rl.config.data_names import GENERATED, entries
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor
-from megatron_rl.data.prompt_file import join
 from megatron_rl.data.prompts import PromptSource, load_sources, without_overlap
 from megatron_rl.data.rows import interleaved
 from megatron_rl.errors import shortened
@@ -38,10 +37,7 @@ class Data:
 
     train: tuple[PromptSource, ...]
     held_out: tuple[PromptSource, ...]
-
-    @property
-    def train_prompts(self) -> Sequence[Prompt]:
-        return all_prompts(self.train)
+    train_prompts: Sequence[Prompt]  # of all sources
 
     @property
     def held_out_prompts(self) -> list[Prompt]:
@@ -79,7 +75,7 @@ def read_sources(
                 f"data.train: every one of its {read} prompts is also in data.eval; "
                 "give other data, or data.drop_eval_overlap=false"
             )
-    return Data(train, held_out)
+    return Data(train, held_out, all_prompts(train))
 
 
 def examined(data: Data, config: Config) -> list[Doubt]:
@@ -187,5 +183,5 @@ def _uids(prompts: Sequence[Prompt]) -> str:
     return ", ".join(shown)
 
 
-def all_prompts(sources: Iterable[PromptSource]) -> Sequence[Prompt]:
-    return join([source.prompts for source in sources])
+def all_prompts(sources: Iterable[PromptSource]) -> list[Prompt]:
+    return [prompt for source in sources for prompt in source.prompts]

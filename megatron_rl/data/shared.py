@@ -93,16 +93,14 @@ def save(data: Data) -> tuple[Path, Data]:
     except BaseException:
         path.unlink()
         raise
-    # The ranges of rows that a loader may be built of: all training prompts, and each source alone.
-    # With two sources of 3 and one of 2 prompts 0:6 and 0:3, 3:6, 6:8.
-    fingerprints = {(0, len(data.train_prompts)): fingerprint(data.train_prompts)}
     stored: list[PromptSource] = []
     start = 0
     for source in (*data.train, *data.held_out):
         stop = start + len(source.prompts)
-        fingerprints[start, stop] = fingerprint(source.prompts)
-        rows = StoredPrompts(path, start, stop, fingerprints)
+        rows = StoredPrompts(path, start, stop, fingerprint(source.prompts))
         stored.append(replace(source, prompts=rows))
         start = stop
     num_train = len(data.train)
-    return path, Data(tuple(stored[:num_train]), tuple(stored[num_train:]))
+    # Sources follow each other in the file, those of the training first.
+    whole = StoredPrompts(path, 0, len(data.train_prompts), fingerprint(data.train_prompts))
+    return path, Data(tuple(stored[:num_train]), tuple(stored[num_train:]), whole)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.annealing import AnnealConfig
 from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.checkpoints.hf import HfDirectory
-from megatron_rl.config.anneal import AnnealConfig
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.keys import flat
 from megatron_rl.config.load import change_value, compose, validate
@@ -21,8 +21,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models import read_architecture
 from megatron_rl.models.parameter_map import hf_names
 from megatron_rl.run.run_record import RUNTIME, Difference, model_fingerprint
-from megatron_rl.run.saved_settings import engine_of_machine, is_run, values_of_run
-from megatron_rl.run.start import CHECKPOINTS, EXPORTS
+from megatron_rl.run.start import CHECKPOINTS, EXPORTS, engine_of_machine, is_run, values_of_run
 from megatron_rl.runtime.digest import file_digest
 
 _DEFAULT_OUT = Path("runs/evaluation")

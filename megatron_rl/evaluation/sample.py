@@ -23,8 +23,7 @@ from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.post_rollout import grouped
 from megatron_rl.rollouts.rows.experience import Groups, Response
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
-from megatron_rl.run.saved_settings import engine_of_machine, is_run, read_config, values_of_run
-from megatron_rl.run.start import CHECKPOINTS
+from megatron_rl.run.start import CHECKPOINTS, engine_of_machine, is_run, read_config, values_of_run
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Prompt, Score

@@ -17,7 +17,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 
 Heads = Float[Tensor, "patches heads width"]
 
@@ -67,7 +67,7 @@ class Windows:
         return result
 
 
-def with_windows(tower: type, attention: type, rotate: Callable[..., Any]) -> type:
+def with_windows(tower: Any, attention: Any, rotate: Callable[..., Any]) -> Any:
     """``tower`` of transformers, which makes one call of ``attention`` for each window and reads
     the boundaries in each block, with one call for all windows and no read.
 

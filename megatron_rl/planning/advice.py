@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 
 from megatron_rl.config.schema import Config
-from megatron_rl.planning.engine_memory import GIB
-from megatron_rl.planning.memory import StageMemory
+from megatron_rl.planning.engine_memory import GIB, EngineMemory
+from megatron_rl.planning.memory import StageMemory, longest_sequence
 from megatron_rl.planning.phases import ON_HOST, STATES, Demand, MemoryBudget, demands, host_copies
-from megatron_rl.planning.workload import longest_sequence
 
 
 def describe(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget) -> str:
@@ -21,10 +19,12 @@ def describe(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget
     wanted = list(demands(stages, config, budget))
     stage = wanted[0].stage  # the fullest one of the first phase
     counted = {"reference"}.union(*(demand.parts for demand in wanted))
+    # The policy's own, then those of its engine.
+    names = (*StageMemory.__annotations__, *EngineMemory.__annotations__)
     sizes = [
-        f"{field.name.replace('_', ' ')} {getattr(stage, field.name) / GIB:.2f}"
-        for field in fields(stage)
-        if field.name in counted
+        f"{name.replace('_', ' ')} {getattr(stage, name) / GIB:.2f}"
+        for name in names
+        if name in counted
     ]
     phases = [f"{each.phase} {each.need_gib:.2f}" for each in wanted]
     limits = ["" if each.has_gib is None else f" of {each.has_gib:.2f}" for each in wanted]

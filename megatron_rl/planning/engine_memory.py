@@ -8,29 +8,12 @@ byte a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_rl.config.number_formats import ITEM_BYTES
-from megatron_rl.config.rules.layout_rules import longest_engine_stage
+from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Architecture
-from megatron_rl.models.parameter_map import (
-    VISION,
-    Parameter,
-    expert_parameters,
-    layer_parameters,
-    local_shape,
-    outer_parameters,
-    padded_vocab,
-    vision_parameters,
-)
-from megatron_rl.planning.parameter_counts import (
-    engine_counts,
-    experts_of_rank,
-    is_cut_by_engine,
-    is_layer_matrix,
-)
+from megatron_rl.planning.parameter_counts import engine_parameters, is_layer_matrix
 from megatron_rl.policy.state.host_memory import rounded
 
 GIB = 2**30
@@ -52,7 +35,9 @@ class EngineMemory:
     Attributes:
         engine_sampler: of the sampler of GPUs, see ``sampler_tables``.
         engine_unquantized: the weights as they arrive, before any layer is quantized.
-        engine_backup: what a sleeping engine keeps on the host, see ``_engine_backup_bytes``.
+        engine_backup: page-locked bytes in which a rank that sleeps at level 1 keeps its weights
+            and the tables of its sampler. vLLM locks one region for each allocation, and torch
+            rounds that up to a power of two.
     """
 
     engine_weights: int
@@ -65,9 +50,13 @@ class EngineMemory:
 def engine_memory(arch: Architecture, rollout: RolloutConfig, device_gib: float) -> EngineMemory:
     """The engine's memory on one of its ranks, on a device of ``device_gib``."""
     item_bytes = ITEM_BYTES[rollout.dtype]
-    numbers = engine_counts(arch, rollout)
-    matrices = engine_counts(arch, rollout, is_layer_matrix)
-    weights = matrices * _matrix_bytes(rollout) + (numbers - matrices) * item_bytes
+    weights = backup = unquantized = 0
+    for parameter, numbers, tensors in engine_parameters(arch, rollout):
+        quantized = rollout.quantization is not None and is_layer_matrix(parameter)
+        size = numbers * (_QUANTIZED_BYTES if quantized else item_bytes)
+        weights += tensors * size
+        backup += tensors * rounded(size)
+        unquantized += tensors * numbers * item_bytes
     tables = sampler_tables(arch, max_sequences(rollout, device_gib))
     held = weights + sum(tables)
     if rollout.kv_cache_gib is not None:
@@ -77,9 +66,9 @@ def engine_memory(arch: Architecture, rollout: RolloutConfig, device_gib: float)
     return EngineMemory(
         engine_weights=weights,
         engine_sampler=sum(tables),
-        engine_unquantized=numbers * item_bytes,
+        engine_unquantized=unquantized,
         kv_cache=int(cache),
-        engine_backup=_engine_backup_bytes(arch, rollout, tables),
+        engine_backup=backup + sum(map(rounded, tables)),
     )
 
 
@@ -102,39 +91,3 @@ def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
     counts = sequences * arch.vocab_size * _INT32_BYTES
     bits = sequences * math.ceil(arch.vocab_size / 32) * _INT32_BYTES
     return counts, bits, bits
-
-
-def _matrix_bytes(rollout: RolloutConfig) -> int:
-    """Bytes of one number in a matrix of a layer."""
-    return _QUANTIZED_BYTES if rollout.quantization is not None else ITEM_BYTES[rollout.dtype]
-
-
-def _engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Iterable[int]) -> int:
-    """Page-locked bytes that a rank of the engine takes for its weights and the tables of its
-    ``sampler`` while it sleeps at level 1.
-
-    vLLM locks one region for each allocation, and torch rounds that up to a power of two. A large
-    tensor is an allocation of its own; vLLM has one for queries, keys and values, one for gate and
-    up, and each of a layer's two kinds for all of its experts together.
-    """
-    rows = padded_vocab(arch.vocab_size, 1, rollout.tensor)
-
-    def locked(parameters: Iterable[Parameter], copies: int = 1, cuts: int = rollout.tensor) -> int:
-        total = 0
-        for parameter in parameters:
-            numbers = copies * math.prod(local_shape(parameter, arch, rows, cuts))
-            if parameter.slot.megatron.startswith(VISION) and is_cut_by_engine(parameter):
-                numbers = math.ceil(numbers / rollout.tensor)
-            in_layer = is_layer_matrix(parameter)
-            item_bytes = _matrix_bytes(rollout) if in_layer else ITEM_BYTES[rollout.dtype]
-            total += rounded(numbers * item_bytes)
-        return total
-
-    before, after = outer_parameters(arch)
-    layer = locked(layer_parameters(arch, 0))
-    if arch.num_experts:
-        copies, cuts = experts_of_rank(arch, rollout)
-        layer += locked(expert_parameters(arch, 0, 0), copies, cuts)
-    tables = sum(rounded(size) for size in sampler)
-    ends = locked(vision_parameters(arch)) + locked(before) + locked(after)
-    return ends + longest_engine_stage(arch.num_layers, rollout.pipeline) * layer + tables

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from megatron_rl.config.rules.layout_rules import longest_engine_stage, stage_layers
@@ -83,32 +83,42 @@ def stage_counts(
     return counts
 
 
-def engine_counts(arch: Architecture, rollout: RolloutConfig, which: Which = every) -> int:
-    """Parameters on a rank of the engine's longest pipeline stage.
+def engine_parameters(
+    arch: Architecture, rollout: RolloutConfig
+) -> Iterator[tuple[Parameter, int, int]]:
+    """What a rank of the engine's longest pipeline stage holds: (parameter, numbers of its tensor
+    there, how many such tensors, one a layer).
 
     Embedding, tower and head are counted on every stage: some of vLLM's models build them there
-    (Qwen3-MoE does).
+    (Qwen3-MoE does). The experts of a layer are one tensor for each of its two kinds.
     """
     tensor = rollout.tensor
     rows = padded_vocab(arch.vocab_size, 1, tensor)
+
+    def numbers(parameter: Parameter, cuts: int) -> int:
+        return math.prod(local_shape(parameter, arch, rows, cuts))
+
     before, after = outer_parameters(arch)
-    outer = _count([*before, *after], arch, rows, tensor, which)
-    copies, cuts = experts_of_rank(arch, rollout)
-    layer = _count(layer_parameters(arch, 0), arch, rows, tensor, which)
-    layer += copies * _expert_count(arch, cuts, which)
-    tower = vision_parameters(arch)
-    # The map gives the tower whole: what the engine cuts counts as its share.
-    cut = _count(filter(is_cut_by_engine, tower), arch, rows, tensor, which)
-    vision = math.ceil(cut / tensor) + _count(tower, arch, rows, tensor, which) - cut
-    return outer + vision + longest_engine_stage(arch.num_layers, rollout.pipeline) * layer
+    for parameter in (*before, *after):
+        yield parameter, numbers(parameter, tensor), 1
+    for parameter in vision_parameters(arch):
+        # The map gives the tower whole: of what the engine cuts a rank has its share.
+        ranks = tensor if is_cut_by_engine(parameter) else 1
+        yield parameter, math.ceil(numbers(parameter, tensor) / ranks), 1
+    layers = longest_engine_stage(arch.num_layers, rollout.pipeline)
+    for parameter in layer_parameters(arch, 0):
+        yield parameter, numbers(parameter, tensor), layers
+    if arch.num_experts:
+        copies, cuts = arch.num_experts, tensor
+        if rollout.expert_parallel:
+            copies, cuts = math.ceil(arch.num_experts / tensor), 1
+        for parameter in expert_parameters(arch, 0, 0):
+            yield parameter, copies * numbers(parameter, cuts), layers
 
 
-def experts_of_rank(arch: Architecture, rollout: RolloutConfig) -> tuple[int, int]:
-    """The number of experts of a layer on a rank of the engine, and of the ranks over which each is
-    cut."""
-    if rollout.expert_parallel:
-        return math.ceil(arch.num_experts / rollout.tensor), 1
-    return arch.num_experts, rollout.tensor
+def engine_counts(arch: Architecture, rollout: RolloutConfig) -> int:
+    """Numbers in the weights on a rank of the engine's longest pipeline stage."""
+    return sum(numbers * tensors for _, numbers, tensors in engine_parameters(arch, rollout))
 
 
 def _count(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.models import Architecture
 from megatron_rl.models.base import Vision

@@ -122,14 +122,14 @@ class SourceParts:
 
 def build_colocated(parts: SourceParts, engine: RolloutEngine, weight_sync: WeightSync) -> Rollouts:
     """``engine``: that of this rank; ``weight_sync``: what brings it weights."""
-    memory, world, job = parts.config.memory, parts.world, parts.job()
+    world, job = parts.world, parts.job()
     rewards = RewardThread(parts.reward, parts.decode)
     colocation = Colocation(
         parts.policy,
         engine,
         weight_sync,
-        memory.offload,
-        Ledger(lambda: memory_in_use(engine.memory_bytes), memory.alarm_growth_gib),
+        parts.config.memory.offload,
+        Ledger(lambda: memory_in_use(engine.memory_bytes)),
         parts.logprob_check(engine),
     )
     backend = LaunchBackend(engine, rewards, world, parts.display)

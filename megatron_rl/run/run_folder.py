@@ -32,13 +32,13 @@ from megatron_rl.reporting.row_file import archive_rows, replace_text
 from megatron_rl.reporting.sinks import ConsoleLine, Metrics, MetricsFile, tensorboard_writer
 from megatron_rl.reporting.wandb_run import WandbRun
 from megatron_rl.rollouts.rows.experience import Response
-from megatron_rl.run.best import Scores
 from megatron_rl.run.preflight import claim
 from megatron_rl.run.run_record import describe, listed
 from megatron_rl.run.start import (
     CHECKPOINTS,
     EXPORTS,
     ResumePoint,
+    Scores,
     find_resume_point,
     has_best,
     results,

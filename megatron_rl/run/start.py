@@ -1,13 +1,17 @@
-"""The resume point of a run: its checkpoint, whether it is the same run, or whether it is over."""
+"""The resume point of a run: its checkpoint, whether it is the same run, or whether it is over; its
+best score and its settings, for programs that ask a model without training it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_rl.checkpoints import directory
 from megatron_rl.config.schema import Config
@@ -15,7 +19,6 @@ from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUE
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import check_rows
-from megatron_rl.run.best import Scores
 from megatron_rl.run.run_record import Difference, describe, differences, listed, read_record
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.launch import World
@@ -26,6 +29,58 @@ STACKS = "stacks"
 LOGS = "logs"
 _LARGE_BYTES = 10**10
 logger = logging.getLogger(__name__)
+
+
+class Scores:
+    """Follows one metric over the evaluations of a run; all ranks see the same metrics.
+
+    Example: after 0.1, 0.3, 0.2 the best is 0.3 and one evaluation has passed without a better one.
+
+    Args:
+        metric: its key, larger is better, such as ``eval/accuracy``.
+        stop_after: evaluations without a better score that make ``exhausted`` true; None = never.
+    """
+
+    def __init__(self, metric: str, stop_after: int | None) -> None:
+        self.metric = metric
+        self._stop_after = stop_after
+        self.best_step: int | None = None
+        self.best: float | None = None
+        self.without_better = 0
+
+    def note(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether the metrics of a step hold the best score so far; False where they hold none.
+
+        Raises:
+            ValueError: an evaluation did not give the metric.
+        """
+        value = metrics.get(self.metric)
+        if value is None:
+            others = sorted(key for key in metrics if key.startswith("eval/"))
+            if others and self.metric not in metrics:
+                raise ValueError(
+                    f"checkpoint.best_metric = {self.metric}: an evaluation gives no such metric; "
+                    f"choose one of {', '.join(others)}"
+                )
+            return False
+        if self.best is not None and value <= self.best:
+            self.without_better += 1
+            return False
+        self.best = value
+        self.best_step = int(metrics["step"])
+        self.without_better = 0
+        return True
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether ``stop_after`` evaluations in a row brought no better score."""
+        return self._stop_after is not None and self.without_better >= self._stop_after
+
+    def as_text(self) -> str:
+        """Example: "best eval/accuracy 0.535 at step 150"; empty before the first evaluation."""
+        if self.best is None:
+            return ""
+        return f"best {self.metric} {self.best:.3f} at step {self.best_step}"
 
 
 @dataclass(frozen=True)
@@ -276,3 +331,25 @@ def digest_problem(world: World, path: Path) -> str | None:
         )
     found = world.all_gather(directory.damaged(path, names[world.rank :: world.size]))
     return next((wrong for wrong in found if wrong is not None), None)
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """``config.json`` of a run or a model; empty where there is none."""
+    values = read_record(folder / CONFIG)
+    return values if isinstance(values, Mapping) else {}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether ``folder`` is that of a run."""
+    return "run_dir" in read_config(folder)
+
+
+def values_of_run(run: Path) -> dict[str, Any]:
+    """The configuration of a run, as it was composed."""
+    saved = read_config(run)
+    return {key: saved[key] for key in Config.model_fields if key in saved}
+
+
+def engine_of_machine() -> str:
+    """The option of the group ``rollout`` for this machine."""
+    return "vllm" if torch.cuda.is_available() else "vllm_cpu"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -97,6 +98,17 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` of the host on ``device``; the host does not wait for the copy.
+
+    CUDA copies from pageable memory only after everything queued before has run. From pinned memory
+    the copy is queued like a kernel; torch reuses the pinned block only after it.
+    """
+    if device.type != "cuda" or tensor.numel() == 0:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def make_deterministic(environment: MutableMapping[str, str]) -> None:

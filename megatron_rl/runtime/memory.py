@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import resource
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-logger = logging.getLogger(__name__)
-
 GIB = 2**30
-_WINDOW_STEPS = 10
 
 
 def resident_gib() -> float:
@@ -91,25 +86,11 @@ def _left_in(group: Path, limit_file: str, usage_file: str, prefix: str) -> Iter
 
 
 class Ledger:
-    """Memory in use at the end of every phase of a step.
+    """Memory in use at the end of every phase of a step; ``measure``: GiB in use now, by kind."""
 
-    It warns of leaks: when the minimum of a phase over ``_WINDOW_STEPS`` steps grows. Peaks come
-    and go, what is leaked stays.
-    """
-
-    def __init__(
-        self, measure: Callable[[], Mapping[str, float]], alarm_growth_gib: float | None
-    ) -> None:
-        """
-        Args:
-            measure: GiB in use, by kind.
-            alarm_growth_gib: growth of a minimum from one window to the next that gets a warning;
-                None: no warnings.
-        """
+    def __init__(self, measure: Callable[[], Mapping[str, float]]) -> None:
         self._measure = measure
-        self._alarm_growth_gib = alarm_growth_gib
         self._step: dict[str, float] = {}
-        self._history: dict[str, deque[float]] = {}
 
     def record(self, phase: str) -> None:
         """Records the memory in use at the end of ``phase``; the last record of a step counts."""
@@ -117,27 +98,7 @@ class Ledger:
             self._step[f"memory/{phase}_{kind}_gib"] = value
 
     def end_step(self) -> dict[str, float]:
-        """The metrics of the step, by name; warns of leaks."""
+        """The metrics of the step, by name."""
         finished = self._step
         self._step = {}
-        for key, value in finished.items():
-            history = self._history.setdefault(key, deque(maxlen=2 * _WINDOW_STEPS))
-            history.append(value)
-            self._warn_of_leak(key, history)
         return finished
-
-    def _warn_of_leak(self, key: str, history: deque[float]) -> None:
-        if self._alarm_growth_gib is None or len(history) < 2 * _WINDOW_STEPS:
-            return
-        values = list(history)
-        before = min(values[:_WINDOW_STEPS])
-        now = min(values[_WINDOW_STEPS:])
-        if now - before > self._alarm_growth_gib:
-            logger.warning(
-                "%s: the minimum over %d steps rose from %.2f to %.2f",
-                key,
-                _WINDOW_STEPS,
-                before,
-                now,
-            )
-            history.clear()  # the next warning needs two new windows

@@ -6,18 +6,27 @@ SIGTERM, and its errors are reported once (``runtime/guard/failure.py``).
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import multiprocessing
 import os
 import resource
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from megatron_rl.runtime.guard import parent
 from megatron_rl.runtime.guard.failure import STATE, exit_process, report
 from megatron_rl.runtime.guard.signals import answer_termination
 
 # Some libraries walk over all numbers below the limit, and some systems have a limit of 2**30.
 _ENOUGH_FILES = 2**20
+PR_SET_PDEATHSIG = 1
+# In the environment of a program whose own children shall end with it, see ``die_with_server``.
+FOR_CHILDREN = "MEGATRON_RL_CHILDREN_DIE_WITH_PARENT"
+# Taken at import: a torchrun that is killed before `end_with_it` sends no signal, but then it is
+# no longer the parent.
+_PARENT = os.getppid()
 
 
 def launched() -> tuple[int, int | None]:
@@ -32,7 +41,7 @@ def prepare() -> None:
     """Once per process, in its main thread. ``launch.start`` does it where ``reported`` did not."""
     raise_limit(os.getpid())
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may end earlier
-        parent.end_with_it()
+        end_with_it()
         raise_limit_of_torchrun()
     answer_termination()
     # Last: a rank that has arrived answers SIGTERM, see ``failure.say_or_follow``.
@@ -89,3 +98,30 @@ def raise_limit_of_torchrun() -> None:
     launch where it serves their store."""
     with suppress(PermissionError, ProcessLookupError):  # another user's, or it ends
         raise_limit(os.getppid())
+
+
+def end_with_it(parent: int = _PARENT) -> None:
+    """Makes the kernel kill this process when its parent ends, however that ends. Linux only:
+    elsewhere a rank whose torchrun is killed runs on until it misses a message of another rank.
+
+    SIGKILL and not SIGTERM: an unsupervised rank must not write another byte into a folder
+    that the next start of the run already uses. What is on the disk stays whole, as after any kill.
+    """
+    die_with_parent()
+    if sys.platform.startswith("linux") and os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_server() -> None:
+    """``die_with_parent`` in a child of a program whose environment has ``FOR_CHILDREN``."""
+    if FOR_CHILDREN in os.environ and multiprocessing.parent_process() is not None:
+        die_with_parent()
+
+
+def die_with_parent() -> None:
+    """The same as ``preexec_fn`` of a program that is started."""
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from megatron_rl.passes import LocalBatch, TokenScores, TokenView
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 from megatron_rl.signals.base import Columns, Signal, StepView
 from megatron_rl.signals.registry import register_signal
 

@@ -16,7 +16,7 @@ import torch
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.visual_entropy import visual_entropy
-from megatron_rl.data.reading import Data
+from megatron_rl.data.reading import Data, all_prompts
 from megatron_rl.errors import concerning
 from megatron_rl.models import FAMILIES, read_architecture
 from megatron_rl.protocols import ImageProcessor
@@ -121,11 +121,11 @@ def with_visual_entropy(
     if world.is_main:
         sources = (len(images), len(missing), model_path, file)
         logger.info("visual entropy of %d images: %d by the tower of %s, others of %s", *sources)
-    train = [
+    train = tuple(
         replace(source, prompts=tuple(_with(prompt, known) for prompt in source.prompts))
         for source in data.train
-    ]
-    return replace(data, train=tuple(train))
+    )
+    return replace(data, train=train, train_prompts=all_prompts(train))
 
 
 def _with(prompt: Prompt, values: Mapping[str, float]) -> Prompt:

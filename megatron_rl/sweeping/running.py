@@ -1,7 +1,9 @@
-"""Runs on this machine, several at a time: started, watched, stopped together."""
+"""Runs on this machine, several at a time: started, watched, stopped together; the share of the
+machine that each gets, and a short reason where one fails."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +20,18 @@ from types import FrameType
 from megatron_rl.run.start import REQUEUE
 from megatron_rl.runtime.display import duration
 from megatron_rl.runtime.guard import lock
-from megatron_rl.runtime.guard.parent import die_with_parent
-from megatron_rl.sweeping.failures import Failure, failure_of
-from megatron_rl.sweeping.machine import Share
+from megatron_rl.runtime.process import die_with_parent
 from megatron_rl.sweeping.trials import Trial, is_finished
 
 CONSOLE = "console.log"
 _POLL_S = 0.2
 _STOP_S = 60  # how long stopped runs may take to end
+_LAST_LINES = 5
+_LAST_BYTES = 1 << 14
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_THREADS = "OMP_NUM_THREADS"
 
+Share = Mapping[str, str]  # environment variables of a run, in addition to those of the sweep
 Command = Callable[[Trial], Sequence[str]]
 
 
@@ -92,6 +97,89 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def shares(
+    parallel: int, nproc: int, environment: Mapping[str, str], num_gpus: int, num_cores: int
+) -> list[Share]:
+    """Neighboring GPUs for each run, one a process; without GPUs the cores in equal parts.
+
+    ``torchrun`` gives several processes one thread each, so that cores matter to a run of a single
+    process alone. A number of threads that is set already stays.
+
+    Example: two runs of two processes on four GPUs get the GPUs ``0,1`` and ``2,3``.
+
+    Raises:
+        ValueError: fewer GPUs than processes.
+    """
+    if parallel == 1:
+        return [{}]
+    if num_gpus:
+        visible = [str(index) for index in range(num_gpus)]
+        if environment.get(_VISIBLE):
+            # Names of the user's, which need not be 0, 1, ... CUDA stops at the first that does not
+            # exist, so that fewer may count than are listed.
+            visible = environment[_VISIBLE].split(",")[:num_gpus]
+        wanted = parallel * nproc
+        if wanted > num_gpus:
+            raise ValueError(
+                f"--parallel {parallel} --nproc {nproc}: a process has a GPU of its own, which "
+                f"makes {wanted}, and {num_gpus} are visible; lower one of them"
+            )
+        starts = range(0, wanted, nproc)
+        return [{_VISIBLE: ",".join(visible[first : first + nproc])} for first in starts]
+    if nproc > 1 or _THREADS in environment:
+        return [{} for _ in range(parallel)]
+    return [{_THREADS: str(max(1, num_cores // parallel))} for _ in range(parallel)]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exit code of a run, lines that say why, and the file with all of its output, if any."""
+
+    code: int
+    lines: list[str]
+    log: Path | None
+
+    @property
+    def code_text(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        number = -self.code  # as subprocess has it: -9 is death by signal 9
+        names = {known.value: known.name for known in signal.Signals}
+        return f"killed by {names.get(number, f'signal {number}')}"  # not all have a name here
+
+    def __str__(self) -> str:
+        """One line; of a list of problems the first.
+
+        Example: the lines ``error: config:`` and ``  - seed = x: no number`` make
+        ``exit code 1: error: config: seed = x: no number (run/console.log)``.
+        """
+        text = ": ".join([self.code_text, *self.lines[:1]])
+        if text.endswith(":") and len(self.lines) > 1:
+            text += f" {self.lines[1].strip().removeprefix('- ')}"
+        return f"{text} ({self.log})" if self.log else text
+
+
+def failure_of(code: int, error_file: Path, log: Path | None) -> Failure:
+    """A run that ended with ``code``.
+
+    Its reason is the message of the rank that failed first, which torchrun leaves in
+    ``error_file``; where there is none (torchrun itself was killed), the end of the output.
+    """
+    text = ""
+    try:
+        content = json.loads(error_file.read_text(encoding="utf-8"))["message"]
+        # torch writes {"message": {"message": text, ...}}, or a text in place of the inner object.
+        text = content["message"] if isinstance(content, dict) else content
+    except (OSError, ValueError, KeyError, TypeError):
+        if log is not None and log.is_file():
+            # The end alone: a log may hold days. What is cut within a character is replaced.
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+                end = file.read().decode("utf-8", "replace")
+            text = "\n".join([line for line in end.splitlines() if line.strip()][-_LAST_LINES:])
+    return Failure(code, [line for line in str(text).splitlines() if line.strip()], log)
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,8 @@ from megatron_rl.run.run_record import data_fingerprint
 from megatron_rl.run.start import LOGS
 from megatron_rl.runtime.device import device, make_deterministic
 from megatron_rl.runtime.display import Display
-from megatron_rl.runtime.guard import rank_log
 from megatron_rl.runtime.guard.signals import StopRequest
-from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.launch import World, log_to_file
 from megatron_rl.signals import Signals, SignalSetup, signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
@@ -79,7 +78,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     folder = RunFolder(config, world, display, signals)
     start = folder.prepare(data_fingerprint(loader.state()))
     if config.logging.rank_files and not world.is_main:
-        rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
+        log_to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
     world.from_main(lambda: check_before_build(config, start, signals.needs("ref")))
     with display.phase("preparing what the method reads", announced=False):
         setup = SignalSetup(Path(config.model.path), Path(config.run_dir), vision, world)

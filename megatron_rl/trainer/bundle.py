@@ -14,26 +14,23 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.annealing import policy_temperatures
-from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
-from megatron_rl.data.sequences import response_tokens, sequence_batch
+from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.loss import Credit
-from megatron_rl.passes import LocalBatch, TokenScores, UpdateResult
+from megatron_rl.passes import UpdateResult
 from megatron_rl.rollouts.rows.exchange import gathered_on_main
-from megatron_rl.rollouts.rows.experience import Experience, Responses
+from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.health import Minibatch
-from megatron_rl.types import Image, SequenceBatch, SequenceLengths
+from megatron_rl.types import Image
 
 if TYPE_CHECKING:  # a class of megatron, which takes long to import
     from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -79,19 +76,6 @@ class BundleFacts:
     images: Images
     loss: float | None
     grad_norm: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bundle(BundleFacts):
-    """What ``read_bundle`` finds. ``experience``: as it was scored, without responses."""
-
-    config: Config
-    experience: Experience
-
-    @property
-    def credit(self) -> Credit:
-        assert self.experience.credit is not None
-        return self.experience.credit
 
 
 def write_bundle(
@@ -162,88 +146,8 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
     }
 
 
-def read_bundle(path: Path) -> Bundle:
-    """The inverse of ``write_bundle``, but for the weights, whose folder becomes
-    ``config.model.path``.
-
-    Raises:
-        ValueError: ``path`` is not a whole bundle.
-    """
-    missing = [name for name in (BATCH, FACTS, CONFIG, WEIGHTS) if not (path / name).exists()]
-    if missing:
-        raise ValueError(
-            f"{path}: no {', '.join(missing)} in it; give a folder run_dir/nonfinite/step_NNNNNN,"
-            " or a run_dir with --step N"
-        )
-    facts = json.loads((path / FACTS).read_text(encoding="ascii"))
-    values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    values["model"]["path"] = str(path / WEIGHTS)
-    images = _read_images(path / IMAGES, facts["images"])
-    return Bundle(
-        **facts,
-        config=validate(Config, values, str(path / CONFIG)),
-        experience=_restored(load_file(path / BATCH), images, facts["step"]),
-    )
-
-
 def _write_images(folder: Path, rows: Sequence[tuple[Image, ...]]) -> None:
     """The file of each image, once."""
     for image in {image.digest: image for images in rows for image in images}.values():
         folder.mkdir(exist_ok=True)
         (folder / image.digest).write_bytes(image.read())
-
-
-def _read_images(folder: Path, rows: Images) -> tuple[tuple[Image, ...], ...] | None:
-    """The inverse; None where no row has any."""
-    if not any(rows):
-        return None
-    return tuple(
-        tuple(Image(digest, *size, source=folder / digest) for digest, *size in row) for row in rows
-    )
-
-
-def _restored(
-    tensors: dict[str, Tensor], images: tuple[tuple[Image, ...], ...] | None, step: int
-) -> Experience:
-    """On every rank with the tokens of all rows; ``splits`` says which micro-batches its ``local``
-    has."""
-
-    def some(names: Sequence[str]) -> dict[str, Any]:
-        return {name: tensors[name] for name in names if name in tensors}
-
-    def below(prefix: str) -> dict[str, Tensor]:
-        names = [name for name in tensors if name.startswith(prefix)]
-        return {name.removeprefix(prefix): tensors[name] for name in names}
-
-    def scores(name: str) -> TokenScores | None:
-        return TokenScores(tensors[name]) if name in tensors else None
-
-    sequences = SequenceBatch(**some(OF_SEQUENCES), images=images)
-    num_rows = sequences.num_responses
-    lengths = sequences.response_lengths.numpy()
-    columns = {name: values.numpy() for name, values in some(OF_TOKENS).items()}
-    columns["token_ids"] = response_tokens(sequences).numpy()
-    responses = Responses(
-        prompts=(),
-        group_ids=tensors["group_ids"].numpy(),
-        lengths=lengths,
-        truncated=tensors["truncated"].numpy(),
-        weight_versions=tensors["weight_versions"].numpy(),
-        scores=(),
-        tokens=TokenRows(np.arange(num_rows), lengths, columns),
-        holders=np.zeros(num_rows, dtype=np.int64),
-    )
-    return Experience(
-        **some(OF_EXPERIENCE),
-        responses=responses,
-        sequences=SequenceLengths(
-            sequences.prompt_lengths, sequences.response_lengths, sequences.prompt_index
-        ),
-        step=step,
-        local=LocalBatch(sequences, [], torch.arange(num_rows)),
-        credit=Credit(**some(OF_CREDIT), metrics={}),
-        ref=scores("ref_logprobs"),
-        old=scores("old_logprobs"),
-        token_columns=below(TOKEN_COLUMN),
-        columns=below(COLUMN),
-    )

@@ -13,7 +13,7 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import LossOutput, Method, TokenBatch
 from megatron_rl.passes import LocalBatch, TokenView, UpdateResult
 from megatron_rl.rollouts.rows.experience import Experience
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 from megatron_rl.signals import Signals
 
 

@@ -45,7 +45,7 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
     assert torch.cuda.current_stream() == torch.cuda.default_stream(), (
         "the policy's gradients belong to this one"
     )
-    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
+    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes))
     sync = GatherSync(policy, engine, verify=True)
     source = Colocation(policy, engine, sync, EVERYTHING, ledger)
     before = policy.score(LocalBatch(BATCH, MICROBATCHES)).logprobs

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_rl.annealing import Annealing
-from megatron_rl.config.anneal import AnnealConfig
+from megatron_rl.annealing import AnnealConfig, Annealing
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.types import Completion, Prompt

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_rl.config.anneal import AnnealConfig
+from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.types import Completion, Prompt, Sampling
 from tests.zoo import transformer

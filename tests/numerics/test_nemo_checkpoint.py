@@ -12,10 +12,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoints import nemo_format
 from megatron_rl.models import read_architecture
 from tests import zoo
 from tests.numerics.nemo_models import WRITTEN_BY_NEMO, read_fiddle, save_formula, save_tokenizer
+from tools import nemo_context
 from tools.convert_checkpoint import to_hf, to_megatron, to_nemo
 
 # What a model of Transformer Engine's layers asks for: the keys of megatron-core's
@@ -217,7 +217,7 @@ def test_what_nemo_cannot_hold_is_refused_by_name(folder, tmp_path):
             r" qwen3_moe"
         ),
     ):
-        nemo_format.model_call(
+        nemo_context.model_call(
             replace(arch, family="gpt_oss"), hf, torch.float32, has_tokenizer=False
         )
     source = tmp_path / "scaled"

@@ -11,10 +11,10 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_rl.config.load import compose
-from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.planning import memory
-from megatron_rl.planning.workload import Workload
+from megatron_rl.planning.memory import Workload
 from megatron_rl.policy.activations import layer_activations
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state, parts

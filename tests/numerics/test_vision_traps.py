@@ -85,7 +85,7 @@ def own_slice(seeing: Any, token_ids: Tensor, images: vision.PlacedImages | None
     )
     first = len(states) * dist.get_rank()
     here = (images.places >= first) & (images.places < first + len(states))
-    features = seeing.visual(images.pixels(), grid_thw=images.grids).pooler_output
+    features = seeing.visual(images.pixels(slice(None)), grid_thw=images.grids).pooler_output
     rows = features[images.source[here]][:, None]
     return states.index_put((images.places[here] - first,), rows)
 
@@ -183,6 +183,46 @@ def test_the_first_stage_alone_has_a_tower_and_asks_for_pixels(seeing_models: Pa
     batch = seeing_batch()
     policy.score(LocalBatch(batch, [[0, 1, 2], [3, 4, 5]]))
     assert len(processor.asked) == (4 if is_first else 0), "an image of two rows is encoded once"
+
+
+@on_ranks(2)
+def test_an_image_is_encoded_on_one_tensor_rank(seeing_models: Path) -> None:
+    """Four of one micro-batch; seven in micro-batches of a row, of which some have the same."""
+    processor = Counting()
+    policy = zoo.tiny_policy(seeing_models / VL, SEQUENCE, image_processor=processor)
+    batch = seeing_batch()
+    logprobs = []
+    for rows, wanted in (([list(range(6))], 4), ([[row] for row in range(6)], 7)):
+        processor.asked.clear()
+        logprobs.append(policy.score(LocalBatch(batch, rows)).logprobs)
+        own = len(processor.asked)
+        total = torch.tensor(own)
+        dist.all_reduce(total)
+        assert total == wanted > own
+    assert float((logprobs[0] - logprobs[1]).abs().max()) <= 5e-6
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rows", [[[0, 1, 2, 3, 4, 5]], [[row] for row in range(6)]], ids=len)
+def test_gradients_of_images_of_other_tensor_ranks(
+    seeing_models: Path, rows: list[list[int]]
+) -> None:
+    wanted = seeing_reference(VL, None)
+    policy = seeing_policy(seeing_models / VL, SEQUENCE)
+    policy.backward(LocalBatch(wanted["batch"], rows), wanted["loss"], ENTROPY)
+    found = tower_gradients(policy)
+    visual = {name: value for name, value in wanted["gradients"].items() if is_visual(name)}
+    assert relative_error(found, visual) <= 2e-6
+    assert on_both_ranks_alike(policy) == 0.0
+
+
+def test_shares_of_images() -> None:
+    """6 + 4 + 24 patches: the middle of the first two lies in the first half. One large image
+    leaves a rank of two without any."""
+    grids = torch.tensor([[1, 2, 3], [1, 2, 2], [1, 4, 6]])
+    assert vision.image_shares(grids, 2) == [slice(0, 2), slice(2, 3)]
+    assert vision.image_shares(grids[:1], 2) == [slice(0, 0), slice(0, 1)]
+    assert vision.image_shares(grids, 1) == [slice(0, 3)]
 
 
 @on_ranks(1)

@@ -10,9 +10,8 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
 from megatron_rl.models import Architecture, architecture_from
 from megatron_rl.planning import memory
-from megatron_rl.planning.memory import StageMemory
+from megatron_rl.planning.memory import StageMemory, Workload
 from megatron_rl.planning.phases import MemoryBudget
-from megatron_rl.planning.workload import Workload
 
 QWEN2_5_7B = architecture_from(
     Qwen2Config(

@@ -38,7 +38,7 @@ ANSWERED = {
     "policy.model:transformer_config": HERE,
     "policy.patches:": HERE,
     "policy.patches:_without_cuda": HERE,
-    "run.saved_settings:engine_of_machine": HERE,
+    "run.start:engine_of_machine": HERE,
     "runtime.device:device": HERE,
     "runtime.device:platform": HERE,
     "runtime.joint_group:join_group": HERE,

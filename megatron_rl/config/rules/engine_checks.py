@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.data_names import data_problems
-from megatron_rl.config.model_config import ModelSizes, model_sizes, read_model_config
-from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.model_config import ITEM_BYTES, ModelSizes, model_sizes, read_model_config
 from megatron_rl.config.rules.hardware import Machine, engine_problems
 from megatron_rl.config.rules.layout_rules import longest_engine_stage, rollout_problems, undivided
 from megatron_rl.config.schema import Config, EvaluationConfig, RolloutConfig

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.runtime.guard.parent import FOR_CHILDREN, die_with_parent
+from megatron_rl.runtime.process import FOR_CHILDREN, die_with_parent
 
 _ENDS_WITHIN_S = 10.0
 # Of ``engine_arguments``, what only an engine inside another program has: how its ranks find each

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.policy.passes.attention import Packing
 from megatron_rl.policy.passes.vision import VisionBatcher
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 from megatron_rl.types import SequenceBatch
 
 _DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))

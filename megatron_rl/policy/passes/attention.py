@@ -21,7 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rl.policy.passes.vision import PlacedImages
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 
 # Sequences up to this length are never worth a call of their own.
 SHORT = 64

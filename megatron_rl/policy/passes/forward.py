@@ -26,9 +26,9 @@ from megatron_rl.policy.passes.logprobs import (
     TokenValues,
     token_values,
 )
+from megatron_rl.runtime.device import to_device
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import gather_objects
-from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import largest
 
 PROMPT_LOGPROBS = "prompt_logprobs"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,7 +16,7 @@ from torch import Tensor
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.base import Vision
 from megatron_rl.protocols import ImageProcessor
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 from megatron_rl.types import Image, SequenceBatch
 
 Grid = tuple[int, int, int]  # time, rows and columns of patches
@@ -35,10 +36,10 @@ class PlacedImages:
     places: Int[Tensor, " n"]
     source: Int[Tensor, " n"]
 
-    def pixels(self) -> Float[Tensor, "patches numbers"]:
-        """Patches of all images, made now: a minibatch has many micro-batches, and takes 18 KiB of
-        pixels for a token."""
-        patches = torch.cat([self.processor.pixels(image) for image in self.images])
+    def pixels(self, share: slice) -> Float[Tensor, "patches numbers"]:
+        """Patches of the images of ``share``, made now: a minibatch has many micro-batches, and
+        takes 18 KiB of pixels for a token."""
+        patches = torch.cat([self.processor.pixels(image) for image in self.images[share]])
         return to_device(patches, self.places.device)
 
 
@@ -227,7 +228,7 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     """
     states = model.embedding(input_ids=token_ids, position_ids=None)
     if images is not None:
-        features = model.visual(images.pixels(), grid_thw=images.grids).pooler_output
+        features = _features(model.visual, images, model.pg_collection.tp)
         rows = features.to(states.dtype).index_select(0, images.source)
         states = states.index_put((images.places,), rows[:, None])
     elif torch.is_grad_enabled() and next(model.visual.parameters()).requires_grad:
@@ -236,6 +237,55 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     if model.config.sequence_parallel:
         states = scatter_to_sequence_parallel_region(states)
     return states
+
+
+def _features(tower: Any, images: PlacedImages, group: dist.ProcessGroup) -> Tensor:
+    """``[features, hidden]`` of all images, of which each tensor rank encodes a part."""
+    shares = image_shares(images.grids, group.size())
+    share = shares[group.rank()]
+    if share.start == share.stop:  # its parameters get a gradient all the same, of zeros
+        own = _black_image(tower)[:0]
+    else:
+        own = tower(images.pixels(share), grid_thw=images.grids[share]).pooler_output
+    if len(shares) == 1:
+        return own
+    counts = images.grids.prod(1) // tower.spatial_merge_size**2
+    gathered = _GatheredRows.apply(own, [int(counts[each].sum()) for each in shares], group)
+    assert isinstance(gathered, Tensor)
+    return gathered
+
+
+def image_shares(grids: Int[Tensor, "images 3"], parts: int) -> list[slice]:
+    """Neighboring images for each of ``parts``, of about as many patches; some may have none."""
+    patches = grids.prod(1)
+    middles = patches.cumsum(0) - patches / 2
+    owners = (middles * parts / patches.sum()).long()
+    starts = torch.searchsorted(owners, torch.arange(parts + 1)).tolist()
+    return [slice(start, stop) for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+
+
+class _GatheredRows(torch.autograd.Function):
+    """Rows of all tensor ranks, one rank's after another's; ``counts``: of each rank.
+
+    The gradient of all rows is whole on every rank, so that each takes its own part. Of the
+    tower's parameters a rank then has the gradient of its images alone, of which megatron takes
+    the mean over the ranks (``average_gradients_across_tp_domain``): hence times their number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.num_ranks = len(counts)
+        ctx.own = slice(sum(counts[: group.rank()]), sum(counts[: group.rank() + 1]))
+        longest = max(counts)
+        padded = rows.new_zeros(longest, rows.shape[1])
+        padded[: len(rows)] = rows
+        found = rows.new_empty(len(counts) * longest, rows.shape[1])
+        dist.all_gather_into_tensor(found, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(found.split(longest), counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0][ctx.own] * ctx.num_ranks, None, None
 
 
 def _black_image(tower: Any) -> Tensor:

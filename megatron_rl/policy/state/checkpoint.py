@@ -34,7 +34,7 @@ from megatron_rl.checkpoints.part_writer import (
     saved_bytes,
 )
 from megatron_rl.checkpoints.saving import CheckpointSave
-from megatron_rl.config.number_formats import format_name
+from megatron_rl.config.model_config import format_name
 from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.precision import plain
 from megatron_rl.policy.reference import Reference
@@ -131,7 +131,7 @@ def _begin(
 
 
 def _about_bytes(stored: Sequence[StoredParameter]) -> int:
-    """What this rank copies: see planning/policy_memory.py."""
+    """What this rank copies: see planning/memory.py."""
     return 12 * sum(item.writes[1] - item.writes[0] for item in stored if item.is_main)
 
 

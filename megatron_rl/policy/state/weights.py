@@ -16,7 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.checkpoints.hf import HfDirectory
-from megatron_rl.config.number_formats import format_name
+from megatron_rl.config.model_config import format_name
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,

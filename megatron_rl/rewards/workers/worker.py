@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 from megatron_rl.rewards.workers.messages import WorkerSetup, read_frame, reason, send
-from megatron_rl.runtime.guard.parent import end_with_it
+from megatron_rl.runtime.process import end_with_it
 
 # Verdicts of this time are sent together: each message wakes the trainer.
 _GATHER_S = 0.002

@@ -17,20 +17,23 @@ time is counted in beats of this process, which is suspended as well.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_rl.errors import first_line
-from megatron_rl.runtime.guard import failure, stacks
+from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.guard.failure import STATE, FailureMessage, Peer
 from megatron_rl.runtime.guard.first_failure import bounded, connect, note_failed_host, state_of
@@ -52,6 +55,10 @@ _CAUSE = "megatron_rl/cause"
 _STALL = "megatron_rl/stall"
 _DONE = "megatron_rl/done"  # count of all activity
 _FINISHED = "megatron_rl/finished"
+
+_STACKS_SIGNAL = signal.SIGUSR2
+_SHOWN = 6  # different places in a message
+_WAITING = "launch.py"  # the collectives of control: their caller says more
 
 
 @dataclass
@@ -93,7 +100,7 @@ class Heartbeat:
         self._deaf: list[Peer] = []  # ranks of this machine that did not answer in a stall
         STATE.goodbye = self._finish
         STATE.announce = self._announce if self._next != here else None
-        stacks.answer_signal()
+        answer_signal()
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
         if not self._is_alone:
             threading.Thread(target=self._guard, name="heartbeat guard", daemon=True).start()
@@ -169,7 +176,7 @@ class Heartbeat:
             return
         if store is None:
             self._dump()
-            self._end(stacks.stall_message(idle_s, {self._rank: stacks.place()}, self.folder))
+            self._end(stall_message(idle_s, {self._rank: place()}, self.folder))
         elif not self._is_over(store) and store.add(_STALL, 1) == 1:  # the first to see it
             store.add(_ALARM, 1)
             self._dump()
@@ -187,7 +194,7 @@ class Heartbeat:
                     places[peer.rank] = store.get(_place_of(peer.rank)).decode()
         for peer in self._peers:
             places.setdefault(peer.rank, "does not answer")
-        return stacks.stall_message(idle_s, places, self.folder)
+        return stall_message(idle_s, places, self.folder)
 
     def _answer(self, store: dist.TCPStore) -> None:
         """An alarm was raised: the stacks of this rank, or the end with the cause."""
@@ -200,18 +207,18 @@ class Heartbeat:
     def _answer_stall(self, store: dist.TCPStore) -> None:
         """Writes the stacks of this rank and says where it stands."""
         self._dump()
-        store.set(_place_of(self._rank), stacks.place())
+        store.set(_place_of(self._rank), place())
         time.sleep(_ANSWER_S)
         # A thread cannot write where the main thread never lets go of the interpreter; a handler in
         # C can. The first rank of the machine that does answer signals the others.
         self._deaf = [peer for peer in self._local if not store.check([_place_of(peer.rank)])]
         if all(peer.rank > self._rank for peer in self._local if peer not in self._deaf):
             for peer in self._deaf:
-                stacks.ask(peer.pid)
+                ask(peer.pid)
 
     def _dump(self) -> None:
         self._dumped = True
-        stacks.dump(self._rank, self.folder)
+        dump(self._rank, self.folder)
 
     def _is_over(self, store: dist.TCPStore) -> bool:
         """Whether a rank has finished: then the others are silent with good reason."""
@@ -273,3 +280,75 @@ def _beats_of(host: str) -> str:
 
 def _place_of(rank: int) -> str:
     return f"megatron_rl/place/{rank}"
+
+
+def answer_signal() -> None:
+    """Registers a handler: ``kill -USR2 PID`` makes this process write the stacks of all its
+    threads to its stderr and continue, also where the main thread is inside a library."""
+    faulthandler.register(_STACKS_SIGNAL, all_threads=True)
+
+
+def ask(pid: int) -> None:
+    """Makes another process, which has called ``answer_signal``, write its stacks; nothing where it
+    has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, _STACKS_SIGNAL)
+
+
+def dump(rank: int, folder: Path | None) -> None:
+    """Writes the stacks of all threads to ``folder/rank_N.txt``; to stderr where that cannot be."""
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"rank_{rank}.txt").open("w", encoding="utf-8") as file:
+                file.write(f"rank {rank}, process {os.getpid()}: {place()}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            return
+        except OSError as error:
+            sys.stderr.write(f"(stacks not written to {folder}: {error.strerror})\n")
+    faulthandler.dump_traceback(2, all_threads=True)
+
+
+def place() -> str:
+    """The place of the main thread in this package, and what it did last.
+
+    Examples: ``rollouts.py:120 (run); last: generating``, ``waits in trainer.py:72 (run); last:
+    ...`` for a rank that is in a collective of control.
+    """
+    # Not of the calling thread, which is mostly that of the heartbeat.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = list(traceback.extract_stack(frame))
+    own = [each for each in stack if "megatron_rl" in Path(each.filename).parts] or stack
+    waits = Path(own[-1].filename).name == _WAITING
+    callers = [each for each in own if Path(each.filename).name != _WAITING]
+    inside = (callers or own)[-1]
+    where = f"{Path(inside.filename).name}:{inside.lineno} ({inside.name})"
+    if waits:
+        where = f"waits in {where}"
+    return f"{where}; last: {ACTIVITY.doing}"
+
+
+def rank_list(numbers: list[int]) -> str:
+    """Example: ``[1, 3]`` gives ``ranks 1, 3``; of many the first eight."""
+    shown = ", ".join(map(str, numbers[:8]))
+    more = ", ..." if len(numbers) > 8 else ""
+    return f"rank{'s' * (len(numbers) > 1)} {shown}{more}"
+
+
+def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None) -> str:
+    """The message for a launch that hangs: the ranks, grouped by where they are."""
+    by_place: dict[str, list[int]] = {}
+    for rank, where in sorted(places.items()):
+        by_place.setdefault(where, []).append(rank)
+    # The fewest first: the many wait for them.
+    groups = sorted(by_place.items(), key=lambda item: len(item[1]))
+    lines = [f"  {rank_list(ranks)}: {where}" for where, ranks in groups[:_SHOWN]]
+    if len(groups) > _SHOWN:
+        lines.append(f"  and {len(groups) - _SHOWN} more places")
+    written = ""
+    if folder is not None:
+        written = f"; the stacks of all threads are in {folder}"
+    limit = "raise trainer.stall_limit_s if this was work"
+    first = f"no rank has got anything done for {idle_s:.0f} s ({limit}){written}"
+    return "\n".join([first, *lines])

@@ -66,13 +66,6 @@ def hold(folder: Path, launch_id: str) -> None:
     _sign(descriptor, launch_id)
 
 
-def release(folder: Path) -> None:
-    """Releases the folder before the process ends; no-op where it is not held."""
-    descriptor = _held.pop(folder.resolve() / NAME, None)
-    if descriptor is not None:
-        os.close(descriptor)
-
-
 def _sign(descriptor: int, launch_id: str) -> None:
     holder = {
         "host": socket.gethostname(),

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.data import prompt_file, shared
 from megatron_rl.data.loader import PromptLoader, fingerprint
-from megatron_rl.data.prompt_file import StoredPrompts, join
+from megatron_rl.data.prompt_file import StoredPrompts
 from megatron_rl.data.reading import Data, read_sources
 from megatron_rl.types import Prompt
 from tests.unit.data.test_reading import config, lines, plain
@@ -65,7 +65,7 @@ def test_a_loader_takes_the_same_and_resumes_from_the_other(folder):
     assert loaded.train_prompts.fingerprint == fingerprint(list(loaded.train_prompts))
 
 
-def test_slices_and_joins_are_those_of_lists(folder):
+def test_slices_are_those_of_lists(folder):
     data = read()
     _, loaded = shared.save(data)
     rows = loaded.train_prompts
@@ -74,16 +74,13 @@ def test_slices_and_joins_are_those_of_lists(folder):
     assert rows[-1] == plain_rows[-1]
     with pytest.raises(IndexError):
         rows[len(rows)]
-    parts = [loaded.train[1].prompts, loaded.train[0].prompts]
-    assert join(parts) == [*data.train[1].prompts, *data.train[0].prompts]
-    assert join([]) == ()
 
 
 def test_any_extra_comes_back_as_it_was(folder):
     extras = [{"key": (1, 2)}, {"1": {1: "a"}}, {"a": b"x", "b": "\ud800"}, {}]
     prompts = [replace(Prompt("a:1", (1, 2), "3", "s"), extra=extra) for extra in extras]
     prompt_file.write(folder / "x", prompts)
-    assert list(StoredPrompts(folder / "x", 0, 4, {})) == prompts
+    assert list(StoredPrompts(folder / "x", 0, 4, "")) == prompts
 
 
 def test_the_file_is_for_this_user_alone(folder):

@@ -20,7 +20,6 @@ from megatron_rl.evaluation.evaluation_source import Weights, differences, find_
 from megatron_rl.evaluation.evaluator import judged
 from megatron_rl.reporting.evaluation import detailed_metrics
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.runtime.guard import lock
 from megatron_rl.types import Sampling
 from tests.unit.evaluation.test_sample import checkpoint
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
@@ -129,9 +128,7 @@ def record(*overrides: str, **more: object) -> Mapping[str, object]:
 
 @pytest.fixture
 def folder(tmp_path):
-    path = tmp_path / "out"
-    yield EvaluationFolder(path, (1, 4))
-    lock.release(path)
+    return EvaluationFolder(tmp_path / "out", (1, 4))
 
 
 def test_settings_that_change_no_response_may_change(folder, tmp_path):

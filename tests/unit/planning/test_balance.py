@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.planning.balance import idle_share
+from tools.planning.balance import idle_share
 
 
 def test_two_rows_a_rank_leave_half_of_the_machine_idle():

@@ -7,8 +7,7 @@ import pytest
 
 from megatron_rl.config.load import compose
 from megatron_rl.config.rules.layout_rules import stage_layers
-from megatron_rl.planning.policy_memory import live_layers
-from megatron_rl.planning.workload import workload
+from megatron_rl.planning.memory import live_layers, workload
 from megatron_rl.policy.activations import layer_activations
 from megatron_rl.policy.batches.packing_plan import PlanRule, plan_microbatches
 from megatron_rl.policy.batches.work_model import WorkModel

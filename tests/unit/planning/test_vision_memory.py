@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models import FAMILIES, read_architecture
+from megatron_rl.planning.memory import live_first_chunks
 from megatron_rl.planning.parameter_counts import engine_counts
-from megatron_rl.planning.policy_memory import live_first_chunks
 from megatron_rl.policy.activations import tower_activations, tower_block
 from megatron_rl.policy.passes.vision import set_tower_angles
 from tests.unit.planning_of_7b import LOAD, engine_settings, parallel, plan

@@ -80,7 +80,7 @@ class Recorded(Rollouts):
 
 def colocated(recorder: Recorder | None = None, offload=EVERYTHING, logprob_check=None) -> Recorded:
     recorder = recorder or Recorder()
-    ledger = Ledger(lambda: {"host": 1.0}, None)
+    ledger = Ledger(lambda: {"host": 1.0})
     colocation = Colocation(recorder, recorder, recorder, offload, ledger, logprob_check)
     job = SimpleNamespace(rules=StepRules(1, 1))
     engines = ColocatedEngines(None, None, job, colocation)

@@ -5,8 +5,7 @@ import logging
 
 import pytest
 
-from megatron_rl.run.best import Scores
-from megatron_rl.run.start import finished_already
+from megatron_rl.run.start import Scores, finished_already
 from tests.unit.run.test_run_folder import config_of, steps
 from tests.unit.trainer.runs import WORLD
 

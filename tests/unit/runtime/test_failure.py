@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.errors import concerning
-from megatron_rl.runtime.guard import failure, parent
+from megatron_rl.runtime import process
+from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.failure import (
     FailureMessage,
     describe,
@@ -189,14 +190,14 @@ def test_an_error_of_a_file_names_it_without_a_traceback():
 def test_the_children_of_a_server_that_is_killed_end():
     program = (
         "import multiprocessing, time\n"
-        "from megatron_rl.runtime.guard import parent\n"
+        "from megatron_rl.runtime import process\n"
         "def serve():\n"
-        "    parent.die_with_server()\n"
+        "    process.die_with_server()\n"
         "    print(multiprocessing.current_process().pid, flush=True)\n"
         "    time.sleep(100)\n"
         "multiprocessing.get_context('fork').Process(target=serve).start()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPO), parent.FOR_CHILDREN: "1"}
+    environment = {**os.environ, "PYTHONPATH": str(REPO), process.FOR_CHILDREN: "1"}
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment
     ) as server:

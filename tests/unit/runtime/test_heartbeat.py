@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.runtime.guard import stacks
+from megatron_rl.runtime.guard import heartbeat
 from megatron_rl.runtime.guard.activity import Activity
 from megatron_rl.runtime.guard.heartbeat import BEAT_S, Count
 from megatron_rl.runtime.launch import NO_LIMIT, from_first_rank
@@ -35,20 +35,20 @@ def test_activity_counts_and_keeps_the_last_note():
 
 def test_ranks_at_one_place_are_one_line_and_the_fewest_come_first(tmp_path):
     places = dict.fromkeys(range(8), "here; last: a") | {5: "there; last: b"}
-    lines = stacks.stall_message(60.0, places, tmp_path).splitlines()
+    lines = heartbeat.stall_message(60.0, places, tmp_path).splitlines()
     assert lines[0].startswith("no rank has got anything done for 60 s")
     assert f"the stacks of all threads are in {tmp_path}" in lines[0]
     assert lines[1:] == ["  rank 5: there; last: b", "  ranks 0, 1, 2, 3, 4, 6, 7: here; last: a"]
 
 
 def test_many_places_are_cut(tmp_path):
-    lines = stacks.stall_message(60.0, {n: f"place {n}" for n in range(20)}, None).splitlines()
+    lines = heartbeat.stall_message(60.0, {n: f"place {n}" for n in range(20)}, None).splitlines()
     assert len(lines) == 8
     assert lines[-1] == "  and 14 more places"
 
 
 def test_stacks_go_to_a_file_of_the_rank(tmp_path):
-    stacks.dump(3, tmp_path / "new")
+    heartbeat.dump(3, tmp_path / "new")
     text = (tmp_path / "new/rank_3.txt").read_text()
     assert text.startswith(f"rank 3, process {os.getpid()}: ")
     assert "in test_stacks_go_to_a_file_of_the_rank\n" in text
@@ -57,13 +57,13 @@ def test_stacks_go_to_a_file_of_the_rank(tmp_path):
 def test_a_process_that_has_ended_is_not_asked():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    stacks.ask(process.pid)
+    heartbeat.ask(process.pid)
 
 
 PROGRAM = """
 import re
-from megatron_rl.runtime.guard import stacks
-stacks.answer_signal()
+from megatron_rl.runtime.guard import heartbeat
+heartbeat.answer_signal()
 print("ready", flush=True)
 def never_ends():
     re.fullmatch("(a|a)*b", "a" * 60)

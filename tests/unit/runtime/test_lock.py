@@ -32,7 +32,6 @@ def holder(tmp_path: Path):
     yield process
     subprocess.run(["kill", str(process.orphan)], check=False, capture_output=True)
     end(process)
-    lock.release(tmp_path)
 
 
 def test_a_second_process_is_told_who_holds_the_folder(tmp_path, holder):
@@ -63,7 +62,6 @@ def test_holding_twice_does_not_give_the_lock_away(tmp_path):
     attempt = [sys.executable, "-c", HOLD.format(repo=str(REPO)), str(tmp_path)]
     done = subprocess.run(attempt, capture_output=True, text=True, timeout=30, check=False)
     assert "launch mine" in done.stderr
-    lock.release(tmp_path)
 
 
 def test_a_folder_without_a_readable_signature_is_refused_all_the_same(tmp_path, holder):
@@ -78,7 +76,6 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(lock.fcntl, "lockf", no_locks)
     lock.hold(tmp_path, "mine")
-    lock.release(tmp_path)
     assert "has no locks" in caplog.text and "would not be noticed" in caplog.text
 
 

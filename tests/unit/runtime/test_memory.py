@@ -1,8 +1,7 @@
-"""The ledger of memory and its alarm."""
+"""Memory of the process, of its phases, and what control groups leave of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,57 +10,13 @@ import torch
 from megatron_rl.runtime.memory import GIB, Ledger, available_gib, memory_in_use, resident_gib
 
 
-def run(
-    values: list[float], alarm: float | None, phase: str = "sleep"
-) -> Iterator[dict[str, float]]:
-    source = iter(values)
-    ledger = Ledger(lambda: {"host": next(source)}, alarm)
-    for _ in values:
-        ledger.record(phase)
-        yield ledger.end_step()
-
-
 def test_the_last_record_of_a_phase_counts_and_a_step_starts_empty():
     values = iter([1.0, 2.0, 5.0])
-    ledger = Ledger(lambda: {"host": next(values)}, 1.0)
+    ledger = Ledger(lambda: {"host": next(values)})
     for phase in ("sync", "generate", "generate"):
         ledger.record(phase)
     assert ledger.end_step() == {"memory/sync_host_gib": 1.0, "memory/generate_host_gib": 5.0}
     assert ledger.end_step() == {}
-
-
-@pytest.mark.parametrize(
-    ("values", "alarms"),
-    [
-        ([4.0] * 10 + [4.4] * 10, 0),  # less than the threshold
-        ([4.0] * 10 + [4.6] * 10, 1),
-        ([4.0] * 10 + [9.0] * 9 + [4.1], 0),  # peaks, but the minimum is what it was
-        ([9.0] * 9 + [4.0] + [4.6] * 10, 1),
-        ([4.6] * 10 + [4.0] * 10, 0),
-        ([4.0] * 10 + [4.6] * 9, 0),  # too early to tell
-        (
-            [4.0] * 10 + [5.0] * 10 + [6.0] * 20,
-            1,
-        ),  # counted anew after an alarm: the second rise has no window of its own before it
-        ([0.1 * step for step in range(40)], 2),
-    ],
-)
-def test_an_alarm_when_the_floor_of_ten_steps_is_above_that_of_the_ten_before(
-    values, alarms, caplog
-):
-    list(run(values, 0.5))
-    assert len(caplog.records) == alarms
-    assert all(
-        record.getMessage().startswith(
-            "memory/sleep_host_gib: the minimum over 10 steps rose from "
-        )
-        for record in caplog.records
-    )
-
-
-def test_without_a_threshold_there_is_no_alarm(caplog):
-    list(run([1.0] * 10 + [9.0] * 10, None))
-    assert not caplog.records
 
 
 def test_resident_memory_follows_an_allocation():

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from megatron_rl.runtime.transfer import to_device
+from megatron_rl.runtime.device import to_device
 
 
 def test_on_the_cpu_the_tensor_itself():

@@ -29,7 +29,7 @@ FIRST, SECOND = image(84, 84), image(112, 56, seed=1)
 
 
 def data_of(*prompts: Prompt) -> Data:
-    return Data((PromptSource("t", prompts, len(prompts), {}),), ())
+    return Data((PromptSource("t", prompts, len(prompts), {}),), (), prompts)
 
 
 def prompt(*images: Image, **extra: object) -> Prompt:

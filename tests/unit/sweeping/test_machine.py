@@ -3,7 +3,7 @@ several: torch reads the variable."""
 
 import pytest
 
-from megatron_rl.sweeping.machine import shares
+from megatron_rl.sweeping.running import shares
 
 
 def test_neighboring_gpus_one_a_process():

@@ -16,8 +16,7 @@ import pytest
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import commands
-from megatron_rl.sweeping.failures import Failure
-from megatron_rl.sweeping.running import Runner, start_process
+from megatron_rl.sweeping.running import Failure, Runner, start_process
 from megatron_rl.sweeping.trials import Trial, make_trials
 from tests.launch import REPO, end
 

@@ -14,8 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.run.run_record import describe
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import commands
-from megatron_rl.sweeping.combinations import combinations, run_names
-from megatron_rl.sweeping.trials import check, is_finished, make_trials
+from megatron_rl.sweeping.trials import check, combinations, is_finished, make_trials, run_names
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 

@@ -8,8 +8,7 @@ import pytest
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.load import compose
 from megatron_rl.sweep import main
-from megatron_rl.sweeping.combinations import combinations, run_names
-from megatron_rl.sweeping.trials import Trial, make_trials, with_wandb
+from megatron_rl.sweeping.trials import Trial, combinations, make_trials, run_names, with_wandb
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 

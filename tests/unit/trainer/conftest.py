@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.run import run_folder
-from megatron_rl.runtime.guard import lock
 from megatron_rl.trainer.trainer import Trainer
 from tests.unit.trainer.runs import build_bandit
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """``build_bandit`` in a folder of the test; the locks of its runs are given back."""
-    yield partial(build_bandit, tmp_path)
-    for folder in tmp_path.iterdir():
-        lock.release(folder)
+def build(tmp_path: Path) -> Callable[..., Trainer]:
+    """``build_bandit`` in a folder of the test."""
+    return partial(build_bandit, tmp_path)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def build_bandit(
         log_samples=run_folder.log_samples,
         num_samples=config.logging.log_samples,
     )
-    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
+    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes))
     sync = BanditSync(policy, engine)
     colocation = Colocation(policy, engine, sync, config.memory.offload, ledger)
     engines = ColocatedEngines(sampler.backend, WORLD, job, colocation)

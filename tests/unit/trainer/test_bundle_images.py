@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_rl.trainer.bundle import IMAGES, _read_images, _write_images
+from megatron_rl.trainer.bundle import IMAGES, _write_images
 from megatron_rl.types import Image
+from tools.replay.read_bundle import _read_images
 
 
 def test_images_of_a_bundle_come_back(tmp_path: Path) -> None:

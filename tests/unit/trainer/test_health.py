@@ -15,9 +15,9 @@ from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError
 from megatron_rl.passes import UpdateResult
 from megatron_rl.rollouts.rows.metrics import update_metrics
-from megatron_rl.trainer.bundle import read_bundle
 from megatron_rl.trainer.health import Health
 from tests.unit.trainer.runs import rows
+from tools.replay.read_bundle import read_bundle
 
 THIRD_STOPS = (
     "nonfinite.stop_after=3",

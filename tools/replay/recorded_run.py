@@ -1,6 +1,6 @@
 """The steps of a recorded run once more: from a checkpoint (or the model that the run began with),
-each on the experience of its record (``step_record.py``). What is not computed again is the
-responses: they are those of the record.
+each on the experience of its record (``rollouts/step_record.py``). What is not computed again are
+the responses: they are those of the record.
 
 In the layout of the run every metric of a step must be the run's, and the weights those of the
 checkpoints on the way, bit for bit, as far as the device computes alike twice. In another layout
@@ -36,8 +36,7 @@ from megatron_rl.run.run_record import (
     data_fingerprint,
     model_fingerprint,
 )
-from megatron_rl.run.saved_settings import is_run, read_config
-from megatron_rl.run.start import CHECKPOINTS, METRICS
+from megatron_rl.run.start import CHECKPOINTS, METRICS, is_run, read_config
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import SignalSetup

@@ -1,4 +1,4 @@
-"""The part of a NeMo 2 checkpoint that says what its weights are, in ``context/``.
+"""Writes the part of a NeMo 2 checkpoint that says what its weights are, ``context/``.
 
 NeMo rebuilds its objects from io.json, the JSON form of a configuration tree of the library
 fiddle: each object is a callable and its arguments. model.yaml is the same tree for people and for
@@ -17,15 +17,11 @@ import torch
 import yaml
 
 from megatron_rl.checkpoints.hf import copy_companions
-from megatron_rl.config.number_formats import format_name
-from megatron_rl.errors import first_line
+from megatron_rl.checkpoints.megatron_format import NEMO_FIELDS
+from megatron_rl.config.model_config import format_name
 from megatron_rl.models import Architecture
 
-WEIGHTS = "weights"
-CONTEXT = "context"
 TOKENIZER = "nemo_tokenizer"
-PREFIX = "module."  # of every key in weights/
-
 MODELS = "nemo.collections.llm.gpt.model"
 # Our family -> NeMo's model (in a file of that name) and configuration.
 FAMILIES = {
@@ -38,18 +34,6 @@ FAMILIES = {
 }
 # NeMo's export to HF reads their field max_position_embeddings.
 _WITH_POSITIONS = ("Qwen3Config", "Qwen3MoEConfig", "MixtralConfig")
-
-# Field of NeMo's configuration -> field of Architecture. Shapes alone would not show a wrong rotary
-# base.
-FIELDS = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_heads",
-    "num_query_groups": "num_kv_heads",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "rotary_base": "rope_theta",
-    "layernorm_epsilon": "norm_eps",
-}
 
 
 @dataclass(frozen=True)
@@ -90,7 +74,7 @@ def model_call(arch: Architecture, hf: Any, dtype: torch.dtype, has_tokenizer: b
                 " to-megatron instead"
             )
         config = "Llama31Config"
-    fields: dict[str, Any] = {theirs: getattr(arch, ours) for theirs, ours in FIELDS.items()}
+    fields: dict[str, Any] = {theirs: getattr(arch, ours) for theirs, ours in NEMO_FIELDS.items()}
     fields |= dict(
         kv_channels=arch.head_dim,
         vocab_size=arch.vocab_size,
@@ -219,27 +203,3 @@ def _yaml(value: Any) -> Any:
         target = {"_target_": f"{value.callee.module}.{value.callee.name}"}
         return target | {name: _yaml(part) for name, part in value.arguments.items()}
     return value
-
-
-def check_config(path: Path, arch: Architecture) -> None:
-    """Raises ValueError when ``path`` is a NeMo 2 checkpoint of another model than ``arch``, or its
-    description cannot be read. Directories without NeMo's files are not checked."""
-    file = path / CONTEXT / "model.yaml"
-    if not file.is_file():
-        return
-    try:
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
-        there = {theirs: written[theirs] for theirs in FIELDS if theirs in written}
-    except (yaml.YAMLError, UnicodeError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{file} cannot be read ({first_line(error)}); copy the checkpoint again"
-        ) from error
-    wrong = [
-        f"{theirs} is {value!r} there, {getattr(arch, FIELDS[theirs])!r} in config.json"
-        for theirs, value in there.items()
-        if value != getattr(arch, FIELDS[theirs])
-    ]
-    if wrong:
-        raise ValueError(
-            f"{file} describes another model: {'; '.join(wrong)}; give the config.json of this one"
-        )
