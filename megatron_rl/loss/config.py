@@ -197,11 +197,11 @@ class MethodConfig(Piece):
         name = self.estimator.name
         needs = ESTIMATORS[name].needs
         added = self.reward_shaping
-        changes = [added.overlong, added.repetition]
+        is_changed = any((added.overlong, added.repetition))
         if needs.unit_rewards:  # omega is of the rewards without these
-            changes += [added.curiosity, self.kl.placement == "reward"]
+            is_changed |= added.curiosity is not None or self.kl.placement == "reward"
         readers = list(self.unit_reward_readers)
-        if readers and any(changes):
+        if readers and is_changed:
             raise ValueError(
                 f"{readers[0]} needs rewards in [0, 1], which a penalty, a bonus or a KL in the"
                 " reward leaves; set reward_shaping={} and kl.placement=loss"
