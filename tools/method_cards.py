@@ -181,6 +181,7 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
             "end_index": torch.arange(8),
             "end_start": -ones.sum(),
             "chosen_places": torch.tensor([-1]),
+            "was_cut": ~correct,
         },
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
@@ -245,6 +246,10 @@ column names the tests by hand of its estimator (`tests/unit/loss/test_advantage
 shapers (`tests/unit/loss/test_shaping.py`) and of those of tokens
 (`tests/unit/loss/test_token_advantages.py`). What a card says of released code is tested, where an
 option gives it, by `tests/unit/loss/test_released.py`.
+
+The rule of the defaults: the paper; what it leaves open, the released run; what neither says, our
+choice, marked so on the card. Where the released run differs from the paper, the card prints the
+overrides that give it.
 
 | method | paper | yaml | tests by hand |
 |---|---|---|---|"""

@@ -3,9 +3,11 @@ what of them no public source pins."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from fractions import Fraction
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -95,24 +97,52 @@ class Vcrl(SamplingHook):
 @register_sampling_hook("dars")
 @dataclass(kw_only=True)
 class Dars(SamplingHook):
-    """Prompts with fewer than ``target`` right answers get ``extra`` more responses at a time,
-    until they have them, or ``max_responses`` in all. Source: arXiv 2508.13755."""
+    """A second round for prompts of accuracy below 1/2, of as many responses as bring the group's
+    sum of |A| to what ``schedule`` wants, at most ``max_responses`` in all; then the groups with
+    right and wrong responses stay. Source: arXiv 2508.13755, its released code."""
 
-    target: Count = 2
-    extra: Count = 8
+    schedule: Literal["et", "hw"] = "et"
     max_responses: Count = 32
 
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
+        if turn:
+            return self._kept(groups, {})
         asks = []
         for number, group in enumerate(groups):
-            more = min(self.extra, self.max_responses - group.num_responses)
-            if group.num_correct < self.target and more > 0:
+            more = second_round(group.num_correct, len(group.scores), self.schedule)
+            more = min(more, self.max_responses - group.num_responses)
+            if more > 0:
                 asks.append(Ask(group.prompt, more, into=number))
-        short = sum(group.num_correct < self.target for group in groups)
-        metrics: dict[str, float] = {"rounds": turn, "short_groups": short}
-        if turn == 0:
-            metrics["hard_groups"] = short
-        return Resample(asks, metrics=metrics)
+        num_asked = sum(ask.num_responses for ask in asks)
+        metrics = {"hard_groups": len(asks), "asked_responses": num_asked}
+        return Resample(asks, metrics=metrics) if asks else self._kept(groups, metrics)
+
+    def _kept(self, groups: Sequence[ScoredGroup], metrics: Mapping[str, float]) -> Resample:
+        keep = [0 < group.num_correct < len(group.scores) for group in groups]
+        dropped = keep.count(False)
+        if not any(keep):  # a step has at least one group
+            sizes = [len(group.scores) for group in groups]
+            keep[sizes.index(max(sizes))] = True
+        return Resample(keep=keep, metrics={**metrics, "dropped_groups": dropped})
+
+
+def second_round(num_correct: int, size: int, schedule: str) -> int:
+    """ceil((wanted - N S) / S): how many more responses a prompt of accuracy a gets after N.
+
+    S = 2 a (1 - a), the mean of |r - mean|, with a at least 1 / 2N; wanted is N / 2, the most that
+    N S can be, under et (equal treatment), and 2 (1 - a) N / 2 under hw (hardness weighted). 0
+    where a >= 1/2.
+
+    Example: 1 of 8: a = 1/8, S = 7/32, et (4 - 7/4) / S = 10.3, so 11.
+    """
+    if not size or 2 * num_correct >= size:
+        return 0
+    accuracy = max(Fraction(num_correct, size), Fraction(1, 2 * size))
+    spread = 2 * accuracy * (1 - accuracy)
+    wanted = Fraction(size, 2)
+    if schedule == "hw":
+        wanted *= 2 * (1 - accuracy)
+    return math.ceil(wanted / spread - size)
 
 
 @register_sampling_hook("erpo", changes_temperature=True)

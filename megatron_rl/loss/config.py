@@ -162,6 +162,17 @@ class MethodConfig(Piece):
         return max(2, self.estimator.knobs[wanted]) if isinstance(wanted, str) else wanted
 
     @property
+    def unit_reward_readers(self) -> dict[str, str]:
+        """Who is meant for rewards in [0, 1], with its key: estimators that say so, and shapers by
+        omega, their mean in that interval."""
+        name = self.estimator.name
+        found = {}
+        if ESTIMATORS[name].needs.unit_rewards:
+            found[f"estimator {name}"] = f"estimator.name = {name}"
+        shapers = [each for each in self.shaping if "omega" in SHAPERS[each].inputs]
+        return found | {f"shaper {each}": f"shaping.{each}" for each in shapers}
+
+    @property
     def sequences_per_response(self) -> int:
         """That an update works on: a response may be seen once more, behind masked images."""
         return 2 if self.perception is not None and self.perception.masked == "current" else 1
@@ -186,10 +197,13 @@ class MethodConfig(Piece):
         name = self.estimator.name
         needs = ESTIMATORS[name].needs
         added = self.reward_shaping
-        changes = (added.overlong, added.repetition, added.curiosity, self.kl.placement == "reward")
-        if needs.unit_rewards and any(changes):
+        is_changed = any((added.overlong, added.repetition))
+        if needs.unit_rewards:  # omega is of the rewards without these
+            is_changed |= added.curiosity is not None or self.kl.placement == "reward"
+        readers = list(self.unit_reward_readers)
+        if readers and is_changed:
             raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which a penalty, a bonus or a KL in the"
+                f"{readers[0]} needs rewards in [0, 1], which a penalty, a bonus or a KL in the"
                 " reward leaves; set reward_shaping={} and kl.placement=loss"
             )
         if needs.check_knobs is not None:
@@ -214,11 +228,9 @@ def reward_scheme_errors(
         "divide both weights by their sum, e.g. reward.accuracy_weight=0.9 reward.format_weight=0.1"
     )
     outside = min(accuracy_weight, format_weight) < 0 or top > 1 + 1e-6
-    if needs.unit_rewards and outside:
-        return [
-            f"method.estimator.name = {estimator.name}: needs rewards in [0, 1], but they reach"
-            f" {top:g}; {rescale}"
-        ]
+    keys = list(method.unit_reward_readers.values())
+    if keys and outside:
+        return [f"method.{keys[0]}: needs rewards in [0, 1], but they reach {top:g}; {rescale}"]
     found = needs.check_rewards and needs.check_rewards(top, **estimator.knobs)
     if found is None:
         return []

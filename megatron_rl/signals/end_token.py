@@ -24,15 +24,19 @@ from megatron_rl.signals.registry import register_signal
 @register_signal
 class EndToken(Signal):
     """``end_logprobs`` of the token ``token_id`` behind responses, with gradient, of the responses
-    ``end_index`` alone; ``end_start``: their mean over the first minibatch of the run."""
+    ``end_index`` alone; ``end_start``: their mean over the first minibatch of the run; ``was_cut``:
+    the response has reached the limit."""
 
     about = "the logprob of one token after every response"
-    columns = ("end_logprobs", "end_index", "end_start")
+    columns = ("end_logprobs", "end_index", "end_start", "was_cut")
     extra_tokens = 1
 
     def __init__(self, *, token_id: int) -> None:
         self._token_id = token_id
         self.start: float | None = None
+
+    def after_rollout(self, view: StepView) -> Columns:
+        return {"was_cut": view.experience.truncated}
 
     def before_minibatch(self, view: StepView) -> Columns:
         if self.start is None:

@@ -19,6 +19,7 @@ SETTINGS = (
     "rollout.anneal.decay_tokens=3.0",
     "rollout.anneal.decay_growth=1.0",
     "rollout.anneal.plain_tokens=1",
+    "rollout.anneal.policy=annealed",
     "rollout.max_response_tokens=8",
     "batch.responses_per_prompt=4",
     "weight_sync.logprob_check_every=1",

@@ -52,7 +52,7 @@ ASK_AGAIN = (
     "batch.prompts_per_step=4",
     "batch.prompts_per_minibatch=2",
     "rollout_hooks.vcrl.kappa=0.2",
-    "rollout_hooks.dars.extra=2",
+    "rollout_hooks.dars.schedule=hw",
     "rollout_hooks.dars.max_responses=8",
 )
 WARMER = (
@@ -67,11 +67,14 @@ HOOKS = [
 ]
 FILTERED = "method.filters.dynamic_sampling.max_tries=8"
 IN_PARTS = "source.partial.groups_in_flight=14"
-ANNEALED = [f"rollout.anneal.{key}" for key in ("start=1.6", "decay_tokens=8", "plain_tokens=1")]
+ANNEALED = [
+    f"rollout.anneal.{key}"
+    for key in ("start=1.6", "decay_tokens=8", "plain_tokens=1", "policy=annealed")
+]
 TRUNCATED = ("rollout.top_k=8", "rollout.top_p=0.9")
 PAIRS = {
     "dynamic_sampling_partial": (IN_PARTS, FILTERED),
-    "hooks_partial": (IN_PARTS, "rollout_hooks.dars.extra=2", "rollout_hooks.vcrl.kappa=0.2"),
+    "hooks_partial": (IN_PARTS, "rollout_hooks.dars.schedule=hw", "rollout_hooks.vcrl.kappa=0.2"),
     "hooks_dynamic_sampling": (FILTERED, "rollout_hooks.erpo.increase=0.2"),
     "demonstrations_partial": (IN_PARTS, "method=rl_plus"),
     "demonstrations_hooks": ("method=rl_plus", "rollout_hooks.vcrl.kappa=0.2"),
@@ -294,7 +297,7 @@ def test_sampling_hooks_one_step_behind_are_the_same_whoever_serves(folder, regi
     steps = steps_of(alone, *hooks, "trainer.num_steps=8")
     assert all(sum(row[f"hook/{key}"] for row in steps) > 0 for key in done)
     of_some = [row["source/staleness_mean"] for row in rows(alone)]
-    if "rollout_hooks.dars.extra=2" in hooks:  # what is asked again is of the newest weights
+    if "rollout_hooks.dars.schedule=hw" in hooks:  # what is asked again is of the newest weights
         assert of_some[0] == 0.0 and 0.0 < min(of_some[1:]) < 1.0
     both = folder / f"hooks_{len(hooks)}_both"
     register(0, both)

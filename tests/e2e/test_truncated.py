@@ -48,6 +48,7 @@ def train(folder: Path, name: str, *more: str) -> list[dict[str, float]]:
                 "rollout.anneal.start=1.3",
                 "rollout.anneal.end=0.7",
                 "rollout.anneal.decay_tokens=3.0",
+                "rollout.anneal.policy=annealed",
                 "rollout.temperature=1.0",
             ),
             id="data, annealed",

@@ -40,6 +40,7 @@ NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs", "siren", "las
 LIMIT = 16
 START = 0.4  # the entropy that siren goes back to
 CORRECT = torch.tensor([True, False, True, True, True, True])  # one group of each kind
+WAS_CUT = torch.tensor([False, False, False, True, False, False])
 
 
 def experience_of(batch: SequenceBatch, logprobs: Tensor) -> Experience:
@@ -92,6 +93,7 @@ def token_batch(
             "end_logprobs": torch.log_softmax(ends / TEMPERATURE, -1)[:, 0],
             "end_index": torch.arange(NUM_ROWS),
             "end_start": torch.tensor(START, dtype=torch.float64),
+            "was_cut": WAS_CUT,
         },
     )
 
@@ -185,6 +187,7 @@ def compare(
                 "log_ratio_sums": sums_of(experience, scores.logprobs),
                 "group_accuracy": accuracy,
                 "end_start": torch.tensor(START, dtype=torch.float64),
+                "was_cut": WAS_CUT,
             }
             if "nucleus_entropy" in scores.columns:
                 found = find_peaks(scores.columns["nucleus_entropy"], 0.8)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tools.loss_mutations import estimators, per_response, per_token
+from tools.loss_mutations import estimators, per_response, per_token, policy_losses
 
 
 class Mutation(NamedTuple):
@@ -46,7 +46,7 @@ TESTS = {
 
 MUTATIONS = [
     Mutation(module, formula, old, new)
-    for bugs in (estimators.BUGS, per_response.BUGS, per_token.BUGS)
+    for bugs in (estimators.BUGS, per_response.BUGS, policy_losses.BUGS, per_token.BUGS)
     for (module, formula), changes in bugs.items()
     for old, new in changes
 ]

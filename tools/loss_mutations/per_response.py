@@ -13,6 +13,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("groups.sum(tokens * correct) / num_correct.clamp(min=1)", "groups.mean(tokens)"),
         ("longer & (advantages < 0)", "longer & (advantages > 0)"),
         ('if window == "batch":', 'if window != "batch":'),
+        ('"group"] = "batch"', '"group"] = "group"'),
     ],
     ("shaping", "ddas"): [
         ("omega * hard + (1 - omega) * easy", "omega * easy + (1 - omega) * hard"),
@@ -102,7 +103,8 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("shaping", "confidence_gap"): [
         ("prompt_confidence - response_confidence", "response_confidence - prompt_confidence"),
-        ("torch.where(_inside(share), advantages + gap", "torch.where(share > 0, advantages + gap"),
+        ("torch.where(share > 0, advantages + gap", "torch.where(_inside(share), advantages + gap"),
+        ("torch.where(share > 0, advantages + gap", "torch.where(share >= 0, advantages + gap"),
         ("advantages + gap, advantages)", "advantages * (1 + gap), advantages)"),
         ("gap = alpha * (prompt", "gap = (prompt"),
     ],
@@ -134,6 +136,11 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("rewards.mean().clamp(0, 1)", "shaped.mean().clamp(0, 1)"),
         ("shaped = rewards - coefficient", "shaped = rewards + coefficient"),
         ("coefficient * kl_weights * evidence", "coefficient * evidence"),
+    ],
+    ("credit", "rewards in the unit interval"): [
+        ("if readers and (low < 0 or high > 1 + ONE)", "if readers and high > 1 + ONE"),
+        ("if readers and (low < 0 or high > 1 + ONE)", "if readers and low < 0"),
+        ("readers = list(config.unit_reward_readers)", "readers = []"),
     ],
     ("credit", "metrics"): [
         (

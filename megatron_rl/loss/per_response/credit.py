@@ -170,10 +170,11 @@ def check(rewards: Tensor, groups: Segments, config: MethodConfig) -> None:
             " choose another estimator (signed needs 1)"
         )
     low, high = float(rewards.min()), float(rewards.max())
-    if ESTIMATORS[name].needs.unit_rewards and (low < 0 or high > 1 + ONE):
+    readers = list(config.unit_reward_readers)
+    if readers and (low < 0 or high > 1 + ONE):
         start = min(low, 0.0)
         width = max(high, 1.0) - start
         raise ValueError(
-            f"estimator {name} needs rewards in [0, 1] and got [{low:g}, {high:g}]; rescale them by"
+            f"{readers[0]} needs rewards in [0, 1] and got [{low:g}, {high:g}]; rescale them by"
             f" (r - {start:g}) / {width:g}, e.g. reward weights that sum to 1 (0.9 and 0.1)"
         )

@@ -28,12 +28,12 @@ def stcr(
     groups: Segments,
     *,
     mu: Annotated[float, Field(ge=1)] = 1.0001,
-    window: Literal["group", "batch"] = "group",
+    window: Literal["batch", "group"] = "batch",
     only_negative: bool = False,
 ) -> PerResponse:
     """A_i (2 - mu^(Lbar - L_i)) if incorrect and L_i > Lbar, else A_i; the factor is in [1, 2).
 
-    Lbar is the mean length of the correct responses of the window, group or whole batch; without
+    Lbar is the mean length of the correct responses of the window, whole batch or group; without
     any correct response nothing changes. It multiplies whatever the sign; ``only_negative`` leaves
     positive advantages alone.
     Source: APO (arXiv 2506.21655) eq. 6-7.
@@ -126,14 +126,14 @@ def confidence_gap(
     alpha: NonNegativeFloat = 0.3,
     tail: Annotated[float, Field(gt=0, le=1)] = 0.2,
 ) -> PerResponse:
-    """A + alpha (c(q) - c(o)) where p is strictly inside (0, 1), else A.
+    """A + alpha (c(q) - c(o)) where p > 0, else A: only groups that are all wrong stay as they are.
 
     c is ``tails.tail_confidence`` of the prompt and of the response, over the ``tail`` share of
     their least likely tokens. It may change a sign.
     Source: ARM (arXiv 2602.05281).
     """
     gap = alpha * (prompt_confidence - response_confidence)
-    return torch.where(_inside(share), advantages + gap, advantages)
+    return torch.where(share > 0, advantages + gap, advantages)
 
 
 def _inside(share: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
-from megatron_rl.loss.per_token.policy_losses import ppo_clip
+from megatron_rl.loss.per_token.policy_losses import ppo_clip, ratio_of
 from megatron_rl.loss.shapes import PerToken, TokenIndex, TokenMask
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -61,7 +61,7 @@ def kl_cov(
     Source: KL-Cov (arXiv 2505.22617) eq. 13-14, the penalty as in its listing 1.
     """
     penalty = beta * log_ratio.abs() * are_among(token_place, chosen_places)
-    return penalty - log_ratio.exp() * advantages
+    return penalty - ratio_of(log_ratio) * advantages
 
 
 def covariances(logprobs: PerToken, advantages: PerToken) -> PerToken:

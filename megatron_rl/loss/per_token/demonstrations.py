@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
-from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
+from megatron_rl.loss.per_token.policy_losses import MAX_LOG_RATIO, ratio_of
 from megatron_rl.loss.per_token.response_losses import Clipped, clipped_around_one
 from megatron_rl.loss.shapes import PerToken, ResponseFlags, TokenIndex
 
@@ -52,8 +52,8 @@ def dph(
     low: NonNegativeFloat = 0.2,
     high: NonNegativeFloat = 0.2,
 ) -> Clipped:
-    """eta f(u) at tokens of demonstrations, u = pi / pi_init; -min(rho A, clip(rho, 1 - low,
-    1 + high) A) at the others.
+    """eta f(u) at tokens of demonstrations, u = pi / pi_init, log u within +-20; -min(rho A,
+    clip(rho, 1 - low, 1 + high) A) at the others.
 
     f by ``divergence``, with f(1) = f'(1) = 0 and f >= 0; one of them reads ``alpha``.
     Demonstrations are taken for samples of the initial policy, whose logprobs are the reference's.
@@ -61,8 +61,14 @@ def dph(
     """
     given = is_demonstration[response_index]
     log_u = torch.where(given, logprobs - ref_logprobs, torch.zeros_like(logprobs))
-    held = eta * DIVERGENCES[divergence](log_u, alpha)
-    return _replaced(clipped_around_one(log_ratio.exp(), advantages, low, high), given, held)
+    held = eta * DIVERGENCES[divergence](log_u.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), alpha)
+    others = clipped_around_one(ratio_of(log_ratio), advantages, low, high)
+    # No bound holds at tokens of demonstrations.
+    return Clipped(
+        torch.where(given, held, others.per_token),
+        others.lower.masked_fill(given, -torch.inf),
+        others.upper.masked_fill(given, torch.inf),
+    )
 
 
 @policy_loss()
@@ -74,11 +80,9 @@ def rl_plus(
     response_index: TokenIndex,
     *,
     gamma: NonNegativeFloat = 0.5,
-    low: NonNegativeFloat = 0.2,
-    high: NonNegativeFloat = 0.2,
-) -> Clipped:
+) -> PerToken:
     """-w A (1 - sg pi)^gamma at tokens of demonstrations, w = 2 pi / (pi_old + (pi_old + 1) / 2);
-    -min(rho A, clip(rho, 1 - low, 1 + high) A) at the others.
+    -rho A at the others, without a clip.
 
     (pi_old + 1) / 2 stands for the probability under the unknown policy of a demonstration.
     Source: RL-PLUS (arXiv 2508.00222), its released code.
@@ -89,13 +93,4 @@ def rl_plus(
     weight = 2 * probability / (old + (old + 1) / 2)
     unlikely = (1 - probability.detach()).clamp(min=0) ** gamma  # a logprob may round above 0
     learned = -weight * advantages * unlikely
-    return _replaced(clipped_around_one(log_ratio.exp(), advantages, low, high), given, learned)
-
-
-def _replaced(others: Clipped, given: Tensor, of_given: Tensor) -> Clipped:
-    """``of_given`` at tokens of demonstrations, where no bound holds."""
-    return Clipped(
-        torch.where(given, of_given, others.per_token),
-        others.lower.masked_fill(given, -torch.inf),
-        others.upper.masked_fill(given, torch.inf),
-    )
+    return torch.where(given, learned, -ratio_of(log_ratio) * advantages)

@@ -1,8 +1,8 @@
 """Per-token policy losses: what is minimized, before it is aggregated.
 
-log_ratio = logprobs - old_logprobs, rho = exp(log_ratio), advantages stand at each token. On
-policy (rho = 1) each has the gradient of ``reinforce``. A policy loss is one function here: inputs
-before the star, knobs after it (see ``choices.py``).
+log_ratio = logprobs - old_logprobs, rho = exp(log_ratio) as ``ratio_of`` has it, advantages stand
+at each token. On policy (rho = 1) each has the gradient of ``reinforce``. A policy loss is one
+function here: inputs before the star, knobs after it (see ``choices.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,24 @@ from torch import Tensor
 from megatron_rl.loss.choices import policy_loss
 from megatron_rl.loss.shapes import PerToken, ResponseCounts, TokenIndex, TokenMask
 
+MAX_LOG_RATIO = 20.0
+DualClip = Annotated[float, Field(gt=1)] | None
+
+
+def ratio_of(log_ratio: PerToken) -> PerToken:
+    """exp(log_ratio) for log ratios in +-20, e^20 or e^-20 without a gradient beyond.
+
+    A ratio that is infinite would leave a clipped loss finite, but its gradient 0 times infinity.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def dual_clipped(loss: PerToken, advantages: PerToken, dual_c: float | None) -> PerToken:
+    """min(loss, -dual_c A) where A < 0; unchanged without dual_c. Source: arXiv 1912.09729."""
+    if dual_c is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_c * advantages), loss)
+
 
 @policy_loss(clips=True)
 def ppo_clip(
@@ -25,18 +43,15 @@ def ppo_clip(
     *,
     low: NonNegativeFloat = 0.2,
     high: NonNegativeFloat = 0.2,
-    dual_c: Annotated[float, Field(gt=1)] | None = None,
+    dual_c: DualClip = None,
 ) -> PerToken:
-    """-min(rho A, clip(rho, 1 - low, 1 + high) A); with dual_c floored at dual_c A where A < 0.
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A), ``dual_clipped``.
 
-    Source: PPO (arXiv 1707.06347) eq. 7; clip-higher: DAPO (arXiv 2503.14476) eq. 8; dual clip:
-    arXiv 1912.09729.
+    Source: PPO (arXiv 1707.06347) eq. 7; clip-higher: DAPO (arXiv 2503.14476) eq. 8.
     """
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
-    if dual_c is None:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -dual_c * advantages), loss)
+    return dual_clipped(loss, advantages, dual_c)
 
 
 @policy_loss(sequence_ratio=True, clips=True)
@@ -82,11 +97,11 @@ def sapo(
     """-(4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_pos where A > 0, else tau_neg: no clip, but a
     gradient -4 p (1 - p) rho A, p the sigmoid, that fades as rho leaves 1.
 
-    rho stops at e^20, where p is 1: beyond it p' rho would be 0 times infinity.
+    Where rho stops (``ratio_of``) p is 1, or as at rho = 0.
     Source: SAPO (arXiv 2511.20347) eq. 5-6.
     """
     tau = torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
-    gate = (tau * (log_ratio.clamp(max=20).exp() - 1)).sigmoid()
+    gate = (tau * (ratio_of(log_ratio) - 1)).sigmoid()
     return -4 / tau * gate * advantages
 
 
@@ -99,7 +114,7 @@ def reinforce(logprobs: PerToken, advantages: PerToken) -> PerToken:
 @policy_loss()
 def ratio(log_ratio: PerToken, advantages: PerToken) -> PerToken:
     """-rho A, the importance-weighted objective without a clip."""
-    return -log_ratio.exp() * advantages
+    return -ratio_of(log_ratio) * advantages
 
 
 def sequence_log_ratio(

@@ -16,7 +16,12 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
-from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
+from megatron_rl.loss.per_token.policy_losses import (
+    DualClip,
+    dual_clipped,
+    ratio_of,
+    sequence_log_ratio,
+)
 from megatron_rl.loss.segments import segments_of
 from megatron_rl.loss.shapes import (
     PerResponse,
@@ -40,10 +45,13 @@ class Clipped(NamedTuple):
     upper: PerToken
 
 
-def clipped(ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor) -> Clipped:
-    """-min(ratio A, clip(ratio, lower, upper) A)."""
+def clipped(
+    ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor, dual_c: float | None = None
+) -> Clipped:
+    """-min(ratio A, clip(ratio, lower, upper) A), ``dual_clipped``."""
     inside = torch.minimum(torch.maximum(ratio, lower), upper)
-    return Clipped(torch.maximum(-ratio * advantages, -inside * advantages), lower, upper)
+    loss = torch.maximum(-ratio * advantages, -inside * advantages)
+    return Clipped(dual_clipped(loss, advantages, dual_c), lower, upper)
 
 
 def clipped_around_one(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Clipped:
@@ -73,7 +81,7 @@ def entropy_clip(
     reasons = entropy > responses.quantile(entropy, quantile)
     lower = torch.full_like(log_ratio, 1 - low).masked_fill(reasons, 1 - reasoning_low)
     upper = torch.full_like(log_ratio, 1 + high).masked_fill(reasons, 1 + reasoning_high)
-    return clipped(log_ratio.exp(), advantages, lower, upper)
+    return clipped(ratio_of(log_ratio), advantages, lower, upper)
 
 
 @policy_loss()
@@ -104,7 +112,7 @@ def simko(
     Source: SimKO (arXiv 2510.14807), its released code.
     """
     gate = entropy > responses.quantile(entropy, quantile)
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     grown = (topk_logprobs - topk_logprobs.detach()).exp().mean(1)  # 1, with a gradient
     spread_out = (1 - spread) * ratio + spread * ratio.detach() * grown
     ratio = torch.where(correct[response_index] & gate, spread_out, ratio)
@@ -122,9 +130,11 @@ def adaptive_clip(
     low: NonNegativeFloat = 0.16,
     high: NonNegativeFloat = 0.2,
     largest: Annotated[float, Field(ge=1)] = 10.0,
+    dual_c: DualClip = 10.0,
 ) -> Clipped:
-    """-min(rho A, clip(rho, a, b) A) with bounds by the old probability q of the token:
-    a = 1/2 + sqrt(max(1 - 4 low / q, 0)) / 2, b = min(1/2 + sqrt(1 + 4 high / q) / 2, largest).
+    """-min(rho A, clip(rho, a, b) A), ``dual_clipped``, with bounds by the old probability q of the
+    token: a = 1/2 + sqrt(max(1 - 4 low / q, 0)) / 2, b = min(1/2 + sqrt(1 + 4 high / q) / 2,
+    largest).
 
     They are where |rho - 1| rho q reaches low or high: rare tokens may move further.
     Source: DCPO (arXiv 2509.02333), dynamic adaptive clipping; its released code.
@@ -132,7 +142,7 @@ def adaptive_clip(
     old_probability = (logprobs - log_ratio).detach().exp()
     lower = 0.5 + 0.5 * (1 - 4 * low / old_probability).clamp(min=0).sqrt()
     upper = (0.5 + 0.5 * (1 + 4 * high / old_probability).sqrt()).clamp(max=largest)
-    return clipped(log_ratio.exp(), advantages, lower, upper)
+    return clipped(ratio_of(log_ratio), advantages, lower, upper, dual_c)
 
 
 @policy_loss()
@@ -161,7 +171,7 @@ def gmpo(
         stopped, loss_mask, response_index, response_loss_tokens, sequence_sum
     )
     lower, upper = (torch.full_like(mean, bound).exp() for bound in (-low, high))
-    return Clipped(-mean.exp() * advantages, lower, upper)
+    return Clipped(-ratio_of(mean) * advantages, lower, upper)
 
 
 @policy_loss()

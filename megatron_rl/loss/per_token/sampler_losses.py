@@ -14,6 +14,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
+from megatron_rl.loss.per_token.policy_losses import ratio_of
 from megatron_rl.loss.per_token.response_losses import Clipped
 from megatron_rl.loss.shapes import PerToken, TokenMask
 
@@ -71,11 +72,11 @@ def _complement(logprobs: Tensor) -> Tensor:
 
 
 def _inside(log_ratio: PerToken, advantages: PerToken, is_outside: TokenMask) -> Clipped:
-    """-rho A, 0 outside; filled before the exponential, so that no ratio there overflows.
+    """-rho A, 0 outside, with no gradient there.
 
     The bounds are 1 outside and none inside: shares of clipped tokens are those of tokens outside.
     """
-    ratio = log_ratio.masked_fill(is_outside, 0).exp()
+    ratio = ratio_of(log_ratio.masked_fill(is_outside, 0))
     lower = is_outside.to(ratio.dtype)
     upper = torch.full_like(ratio, torch.inf).masked_fill(is_outside, 1)
     return Clipped(-(ratio * advantages).masked_fill(is_outside, 0), lower, upper)

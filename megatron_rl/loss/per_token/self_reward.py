@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from jaxtyping import Bool, Float
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
@@ -11,32 +12,48 @@ from torch import Tensor
 from megatron_rl.knobs import Piece
 from megatron_rl.loss.batch import LossOutput
 from megatron_rl.loss.per_token.terms import Terms
-from megatron_rl.loss.shapes import Scalar
+from megatron_rl.loss.shapes import PerResponse, ResponseFlags, Scalar
 
 
 class SelfReward(Piece):
-    """loss += alpha mean over responses (r_s - correct)^2.
+    """loss += alpha mean over responses w_i (r_s - correct)^2.
 
-    r_s = beta (logprob of the token ``token_id`` after the response - its mean at the run's start).
-    Source: LaSeR (arXiv 2510.14943).
+    r_s = beta (logprob of the token ``token_id`` after the response - its mean at the run's start);
+    w_i = F / (2 F of i's class), F the step's responses that were not cut by the limit, so that
+    both classes count alike; 0 of a response that was cut.
+    Source: LaSeR (arXiv 2510.14943), its released run.
     """
 
-    reads: ClassVar = ("end_logprobs", "end_index", "end_start")
+    reads: ClassVar = ("end_logprobs", "end_index", "end_start", "was_cut")
 
     token_id: NonNegativeInt
     alpha: NonNegativeFloat = 0.1
     beta: PositiveFloat = 0.1
 
     def term(self, terms: Terms, weights: Tensor) -> LossOutput:
-        """Its metric is the share where r_s > 1/2 says what the verdict says."""
-        logprobs, index, start = (terms.column(name) for name in self.reads)
+        """Its metric is the share where r_s > 1/2 says what the verdict says, of the responses that
+        were not cut."""
+        logprobs, index, start, was_cut = (terms.column(name) for name in self.reads)
         correct = terms.correct[index]
-        num = max(terms.num_responses, 1)
-        loss = self.alpha * self.off(logprobs, start, correct).sum() / num
-        right = self.agrees(logprobs, start, correct).to(terms.dtype).sum() / num
+        off = self.class_weights(terms.correct, was_cut, terms.dtype)[index]
+        off = off * self.off(logprobs, start, correct)
+        loss = self.alpha * off.sum() / max(terms.num_responses, 1)
+        # Responses of other minibatches have no loss tokens here.
+        finished = ~was_cut & (terms.response_loss_tokens > 0)
+        agrees = self.agrees(logprobs, start, correct) & finished[index]
+        right = agrees.to(terms.dtype).sum() / finished.sum().clamp(min=1)
         return LossOutput(
             loss, {"loss/self_reward": loss.detach(), "policy/self_reward_accuracy": right}
         )
+
+    def class_weights(
+        self, correct: ResponseFlags, was_cut: ResponseFlags, dtype: torch.dtype
+    ) -> PerResponse:
+        """Of each response of the step."""
+        finished = ~was_cut
+        num_correct = (correct & finished).sum()
+        of_class = torch.where(correct, num_correct, finished.sum() - num_correct)
+        return (finished.sum().to(dtype) / (2 * of_class).clamp(min=1)).masked_fill(was_cut, 0)
 
     def off(
         self, logprobs: Float[Tensor, " ends"], start: Scalar, correct: Bool[Tensor, " ends"]

@@ -11,7 +11,8 @@ STAGES = [
     "rollout.response_stages=[{from_step: 1, max_response_tokens: 8},"
     " {from_step: 5, max_response_tokens: 3072}]"
 ]
-ANNEALED = ["rollout.anneal.start=1.2"]
+PLAIN = ["rollout.anneal.start=1.2"]
+ANNEALED = [*PLAIN, "rollout.anneal.policy=annealed"]
 OLDER = ["source=servers", "source.staleness=1"]
 FREE = ["source=servers", "source.staleness=2", "source.schedule=free"]
 TRUNCATED = ["rollout.top_p=0.9", "rollout.top_k=50"]
@@ -41,12 +42,12 @@ def problems(*overrides: str) -> list[str]:
         ["rollout.top_k=1"],
         [*PARTIAL, *CORRECTED],
         [*PARTIAL, *CORRECTED, "trainer.epochs_per_rollout=2", "batch.prompts_per_minibatch=32"],
-        ["rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
+        ["rollout_hooks.vcrl={}", "rollout_hooks.dars.schedule=hw"],
         ["rollout_hooks.erpo.increase=0.2", *CORRECTED],
         ANNEALED,
-        [*ANNEALED, "rollout.anneal.policy=plain", *CORRECTED],
+        [*PLAIN, *CORRECTED],
         [*ANNEALED, "rollout.anneal.decay_growth=0.0", *PARTIAL, *CORRECTED],
-        [*ANNEALED, "rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
+        [*ANNEALED, "rollout_hooks.vcrl={}", "rollout_hooks.dars.schedule=hw"],
         ["rollout.temperature=0.7", "rollout.anneal.end=0.5"],
         [*PARTIAL, *CORRECTED, *STAGES],
         [*PARTIAL, *CORRECTED, "method=dapo", "rollout_hooks.dars={}"],
@@ -105,7 +106,7 @@ def test_what_goes_together(overrides):
             "rollout_hooks.erpo: defines the temperature of the tokens of a response",
         ),
         (
-            [*ANNEALED, "rollout.anneal.policy=plain"],
+            PLAIN,
             "rollout.anneal.policy = plain: tokens are sampled at other temperatures than 1, which"
             " method.mismatch.kind = none does not correct",
         ),

@@ -121,6 +121,7 @@ def token_batch(
             "end_logprobs": torch.tensor([row.end_logprob for row in rows], dtype=dtype),
             "end_index": torch.arange(len(rows)),
             "end_start": torch.tensor(END_START, dtype=torch.float64),
+            "was_cut": torch.tensor([row.was_cut for row in rows]),
             "peaks": torch.tensor(peaks(others[:, 0].to(dtype).tolist()), dtype=torch.float64),
             "group_accuracy": group_accuracy(correct, groups),
             "chosen_places": torch.tensor([-1, *CHOSEN]),

@@ -1,5 +1,6 @@
 """The choices of every named method, as its paper's table of settings has them."""
 
+import math
 from dataclasses import dataclass, field
 
 PROGRESS = 0.25  # of the run
@@ -14,9 +15,12 @@ class Choice:
     loss: str = "ppo"
     low: float = 0.2
     high: float = 0.2
+    dual: float = math.inf  # at most -dual A is lost where A < 0
     aggregate: str = "response_mean"
     kl: float = 0.0
     dads: bool = False
+    entropy: float = 0.0
+    drops_all_correct: bool = False
     token: str = ""  # what happens inside a response, see ``token_reference``
     knobs: dict[str, float] = field(default_factory=dict)
 
@@ -26,7 +30,7 @@ NAMED = {
     "f_grpo": Choice(shaping=("focal",)),
     "krpo": Choice("krpo"),
     "tree_rpo": Choice("tree"),
-    "rloo": Choice("rloo"),
+    "rloo": Choice("rloo", loss="reinforce", aggregate="sum"),
     "dr_grpo": Choice("centered", aggregate="norm"),
     "dapo": Choice(high=0.28, aggregate="token"),
     "gspo": Choice(loss="gspo", low=3e-4, high=4e-4),
@@ -46,10 +50,10 @@ NAMED = {
     "psr": Choice("signed", aggregate="token", knobs={"positive": 1.0, "negative": 0.0}),
     "nsr": Choice("signed", aggregate="token", knobs={"positive": 0.0, "negative": 1.0}),
     "grpo_lead": Choice("lead", aggregate="token"),
-    "mapo": Choice("mixed", aggregate="token", kl=1e-2),
-    "mapo_apd": Choice("apd", aggregate="token", kl=1e-2),
-    "apo": Choice(shaping=("stcr",), kl=1e-3, dads=True),
-    "apo_dads": Choice(kl=1e-3, dads=True),
+    "mapo": Choice("mixed", high=0.3, dual=3.0, aggregate="token", kl=1e-2),
+    "mapo_apd": Choice("apd", high=0.3, dual=3.0, aggregate="token", kl=1e-2),
+    "apo": Choice(shaping=("stcr",), kl=1e-3, dads=True, drops_all_correct=True),
+    "apo_dads": Choice(kl=1e-3, dads=True, drops_all_correct=True),
     "apo_stcr": Choice(shaping=("stcr",), kl=1e-3),
     "a_grae": Choice(shaping=("ddas", "ass")),
     "a_grae_ddas": Choice(shaping=("ddas",)),
@@ -62,34 +66,42 @@ NAMED = {
     "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
     "rl_zvp": Choice(aggregate="token", token="zero_variance"),
     "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
-    "dcpo": Choice("smoothed", aggregate="sum", token="dcpo"),
+    "dcpo": Choice("smoothed", dual=10.0, token="dcpo"),
     "cde": Choice(aggregate="token", knobs={"weight": 1 - PROGRESS}),
     "arm": Choice(shaping=("gap",), high=0.28, aggregate="token"),
-    "dph_forward_kl": Choice(aggregate="token", token="dph forward_kl"),
-    "dph_js": Choice(aggregate="token", token="dph js"),
-    "dph_alpha": Choice(aggregate="token", token="dph alpha"),
-    "rl_plus": Choice(aggregate="token", token="rl_plus"),
+    "dph_forward_kl": Choice(high=0.28, aggregate="token", token="dph forward_kl"),
+    "dph_js": Choice(high=0.28, aggregate="token", token="dph js"),
+    "dph_alpha": Choice(high=0.28, aggregate="token", token="dph alpha"),
+    "rl_plus": Choice(
+        "centered", low=1, high=math.inf, aggregate="norm", entropy=1e-3, token="rl_plus"
+    ),
     "siren": Choice("centered", high=0.28, aggregate="norm", token="siren"),
     "campo": Choice(high=0.28, aggregate="token"),
     "laser": Choice(aggregate="token", token="laser"),
-    "papo": Choice(high=0.3, kl=1e-2, token="papo"),
+    "papo": Choice(high=0.3, dual=3.0, kl=1e-2, token="papo"),
     "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
     "durian": Choice(
         "durian",
+        high=0.3,
+        dual=3.0,
         aggregate="token",
         kl=1e-2,
         knobs={"group": 0.6, "perceptual": 0.2, "reasoning": 0.2},
     ),
     "durian_perceptual": Choice(
         "durian",
+        high=0.3,
+        dual=3.0,
         aggregate="token",
         kl=1e-2,
         knobs={"group": 0.5, "perceptual": 0.5, "reasoning": 0.0},
     ),
     "durian_reasoning": Choice(
         "durian",
+        high=0.3,
+        dual=3.0,
         aggregate="token",
         kl=1e-2,
         knobs={"group": 0.5, "perceptual": 0.0, "reasoning": 0.5},

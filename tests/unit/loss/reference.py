@@ -43,6 +43,10 @@ class Row:
         return self.length % 2 == 0
 
     @property
+    def was_cut(self) -> bool:
+        return self.length > 3
+
+    @property
     def visits(self) -> int:
         return self.group % 3
 
@@ -69,7 +73,7 @@ def advantages(rows: list[Row], choice: Choice) -> list[float]:
 
 def gap(_: str, advantage: float, row: Row, rows: list[Row], __: Choice) -> float:
     group = [float(other.correct) for other in rows if other.group == row.group]
-    if min(group) == max(group):
+    if not any(group):
         return advantage
     return advantage + 0.3 * (row.prompt_confidence - row.response_confidence)
 
@@ -239,7 +243,7 @@ def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choic
     if name == "focal":
         return math.sqrt(1 - p)
     if name == "stcr":
-        right = [float(other.length) for other in group if other.correct]
+        right = [float(other.length) for other in rows if other.correct]
         if row.correct or not right or row.length <= average(right):
             return 1.0
         return 2 - 1.0001 ** (average(right) - row.length)
@@ -248,6 +252,11 @@ def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choic
     hard = 0.5 / math.sqrt(p)
     easy = 0.5 / math.sqrt(1 - p)
     return {"hard": hard, "easy": easy, "ddas": omega * hard + (1 - omega) * easy}[name]
+
+
+def is_kept(row: Row, rows: list[Row], choice: Choice) -> bool:
+    group = [other.correct for other in rows if other.group == row.group]
+    return not (choice.drops_all_correct and all(group))
 
 
 def kl_weight(row: Row, rows: list[Row], choice: Choice) -> float:
@@ -292,6 +301,8 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
             value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(
                 choice.loss, -min(ratio * advantage, clipped * advantage)
             )
+            if advantage < 0:
+                value = min(value, -choice.dual * advantage)
             if choice.loss == "sapo":
                 tau = 1.0 if advantage > 0 else 1.05
                 value = -4 / tau / (1 + math.exp(tau * (1 - ratio))) * advantage
@@ -308,12 +319,9 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
                 value = token_reference.of_given(choice.token, advantage, new, past, frozen)
             if choice.token == "papo":
                 value += token_reference.perception(new, tokens.masked[at][place])
-            penalty = (
-                choice.kl
-                * kl_weight(row, rows, choice)
-                * (math.exp(frozen - new) - (frozen - new) - 1)
-            )
-            total += weight * value + kl_mean * penalty
+            drift = frozen - new
+            penalty = choice.kl * kl_weight(row, rows, choice) * (math.exp(drift) - drift - 1)
+            total += weight * (value - choice.entropy * entropies[place]) + kl_mean * penalty
     return total
 
 

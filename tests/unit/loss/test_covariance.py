@@ -5,8 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import TokenBatch
 from megatron_rl.loss.per_token import covariance
-from tests.unit.loss.groups import same, vector
+from tests.unit.loss.groups import flags, same, vector
 
 PLACES = torch.tensor([4, 9, 2, 7])
 CHOSEN = torch.tensor([-1, 2, 9, 11])  # the second token and the third; the last is not here
@@ -71,3 +73,36 @@ def test_choose_by_hand() -> None:
     assert chosen(draws, 1.0, 2.0, 5.0) == [3, 4, 7, 2]  # both bounds are inside
     assert chosen(draws, 0.25, 2.0, 5.0) == [3, 4]
     assert chosen(draws, 0.5, 20.0, 50.0) == []
+
+
+def test_corrections_weight_what_is_left_and_the_penalty_by_hand() -> None:
+    """Four tokens of one response with A = 1 at rho = 1.5, of which the second and third are
+    chosen: clip-cov loses -1.5, 0, 0, -1.5, kl-cov log 1.5 more than -1.5 at the chosen; w = 0.5,
+    2, 1.5, 1 of the sampler, the second of which (exp(gap) = 3) icepop leaves out."""
+    moved, rise = math.log(1.5), 0.25 * (1 - 1.5)
+    for kind, weights in (("tis", (0.5, 2, 1.5, 1)), ("icepop", (0.5, 0, 1.5, 1))):
+        for name, chosen_loss, chosen_slope in (
+            ("clip_cov", 0.0, 0.0),
+            ("kl_cov", moved - 1.5, rise),
+        ):
+            overrides = [f"mismatch.kind={kind}", "filters.dynamic_sampling=null"]
+            batch = TokenBatch(
+                logprobs=vector(*[-1] * 4).requires_grad_(),
+                old_logprobs=vector(*[-1 - moved] * 4),
+                sampler_logprobs=vector(*[-1 - moved - math.log(w) for w in (0.5, 3, 1.5, 1)]),
+                response_index=torch.zeros(4, dtype=torch.int64),
+                loss_mask=flags(1, 1, 1, 1),
+                advantages=vector(1),
+                kl_weights=vector(1),
+                token_columns={"token_place": PLACES[[0, 2, 1, 3]]},
+                columns={"chosen_places": CHOSEN},
+            )
+            result = load_method(name, overrides).loss(batch)
+            result.loss.backward()
+            losses = (-1.5, chosen_loss, chosen_loss, -1.5)
+            total = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / 4
+            same(result.loss[None].detach(), total)
+            slopes = (-1.5 / 4, chosen_slope, chosen_slope, -1.5 / 4)
+            assert batch.logprobs.grad is not None
+            weighted = [w * slope for w, slope in zip(weights, slopes, strict=True)]
+            same(batch.logprobs.grad, *weighted)

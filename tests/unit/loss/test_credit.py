@@ -54,13 +54,27 @@ def test_accuracy_comes_from_correct_not_from_the_reward() -> None:
     same(found.advantages, 0.353553, -0.353553, 0, 0)
 
 
-def test_omega_is_clipped_to_one() -> None:
-    """The mean reward is 1.125: omega 1, so ddas is hard-focused: 0.5 A / sqrt(1/2)."""
-    found = credit(batch(), plan(shaping={"ddas": {}}))
-    same(found.advantages, 0.353553, -0.353553, 0.25, -0.25)
-    same(found.metrics["credit/omega"][None], 1)
-    lower = credit(batch(rewards=vector(0.5, -0.5, -1, -2)), plan(shaping={"ass": {"alpha": 1.0}}))
-    same(lower.advantages, 0, -0.5, 0, -0.5)
+def test_omega_is_the_mean_reward_of_the_batch() -> None:
+    """0.5625 over alpha 0.75: positive advantages times 0.75. Outside [0, 1] it stops there."""
+    data = batch(rewards=vector(1, 0.5, 0.5, 0.25))
+    found = credit(data, plan(shaping={"ass": {"alpha": 0.75}}))
+    same(found.advantages, 0.1875, -0.25, 0.09375, -0.125)
+    same(found.metrics["credit/omega"][None], 0.5625)
+    same(credit(batch(), PLAN).metrics["credit/omega"][None], 1)
+    lower = credit(batch(rewards=vector(0.5, -0.5, -1, -2)), PLAN)
+    same(lower.metrics["credit/omega"][None], 0)
+
+
+def test_shapers_by_omega_take_rewards_in_the_unit_interval() -> None:
+    """Of -1 and 1 omega would be 0 until half of all responses are right, and with it every
+    positive advantage."""
+    data = batch(rewards=vector(-1, 1, -1, 1))
+    for name in ("ddas", "ass"):
+        with pytest.raises(
+            ValueError, match=rf"shaper {name} needs .* got \[-1, 1\]; .*- -1\) / 2"
+        ):
+            credit(data, plan(shaping={name: {}}))
+    credit(data, plan(shaping={"focal": {}}))
 
 
 CURIOSITY = {"curiosity": {"kappa": 2.0, "alpha": 1.0, "start": 1.0, "end": 0.0}}

@@ -55,6 +55,20 @@ def test_the_alpha_of_dph_by_hand() -> None:
     same(found, 2)
 
 
+def test_u_stops_at_e_to_the_20_by_hand() -> None:
+    """u - 1 - log u there, e^-20 - 1 + 20 at the other end; beyond, where u would be infinite, no
+    gradient."""
+    ref = torch.tensor([-1e4, -40.0, 30.0])
+    for divergence in BY_HAND:
+        logprobs = torch.full((3,), -1.0, requires_grad=True)
+        found = dph(logprobs, ref, flags(1, 1, 1), divergence, eta=1.0)
+        found.sum().backward()
+        assert logprobs.grad is not None and logprobs.grad.tolist() == [0, 0, 0]
+        if divergence == "forward_kl":
+            expected = torch.tensor([math.exp(20) - 21] * 2 + [19.0])
+            torch.testing.assert_close(found.detach(), expected, rtol=1e-6, atol=0)
+
+
 def test_f_is_a_divergence() -> None:
     """f >= 0 and larger on both sides of 1, f(1) = 0 with zero slope."""
     for divergence in losses.DIVERGENCES.values():
@@ -82,19 +96,19 @@ def test_the_gradient_of_dph_is_its_slope() -> None:
 
 def test_rl_plus_by_hand() -> None:
     """pi 0.75, pi_old 0.5: w = 1.5 / 1.25 = 1.2, times 2 and sqrt(0.25): -1.2; its gradient is the
-    same, for (1 - pi) has none. A sampled token of ratio 1.5 is clipped at 1.2."""
+    same, for (1 - pi) has none. A sampled token of ratio 1.5 is not clipped."""
     logprobs = vector(0.75, 0.75).log().requires_grad_()
     log_ratio = logprobs - vector(0.5, 0.5).log()
     given = flags(1, 0)
     found = losses.rl_plus(logprobs, log_ratio, vector(2, 2), given, EACH[:2])
-    same(found.per_token.detach(), -1.2, -2.4)
-    found.per_token.sum().backward()
+    same(found.detach(), -1.2, -3)
+    found.sum().backward()
     assert logprobs.grad is not None
-    same(logprobs.grad, -1.2, 0)
+    same(logprobs.grad, -1.2, -3)
     even = losses.rl_plus(logprobs, log_ratio, vector(2, 2), given, EACH[:2], gamma=0.0)
-    same(even.per_token.detach(), -2.4, -2.4)
+    same(even.detach(), -2.4, -3)
     sure = losses.rl_plus(vector(1e-9), vector(0), vector(2), flags(1), EACH[:1])
-    same(sure.per_token, 0)
+    same(sure, 0)
 
 
 def test_sampled_tokens_have_the_plain_loss() -> None:
@@ -102,9 +116,8 @@ def test_sampled_tokens_have_the_plain_loss() -> None:
     log_ratio = vector(0.3, -0.3, 0.1)
     advantages = vector(1, -1, 2)
     sampled = flags(0, 0, 0)
+    unclipped = policy_losses.ratio(log_ratio, advantages)
+    assert torch.equal(losses.rl_plus(logprobs, log_ratio, advantages, sampled, EACH), unclipped)
     plain = policy_losses.ppo_clip(log_ratio, advantages, low=0.2, high=0.2)
-    assert torch.equal(
-        losses.rl_plus(logprobs, log_ratio, advantages, sampled, EACH).per_token, plain
-    )
     held = losses.dph(logprobs, log_ratio, advantages, logprobs, sampled, EACH, divergence="js")
     assert torch.equal(held.per_token, plain)

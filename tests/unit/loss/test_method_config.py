@@ -56,9 +56,8 @@ def test_a_knob_of_another_piece_is_refused_by_name() -> None:
         "shaping.ass.mu = 2: is a knob of stcr, but the shaper is ass (its knobs are alpha)"
         in refused("a_grae", "shaping.ass.mu=2")
     )
-    assert "policy_loss.dual_c = 3: is a knob of ppo_clip, but the policy loss is cispo" in refused(
-        "cispo", "policy_loss.dual_c=3"
-    )
+    found = refused("cispo", "policy_loss.dual_c=3")
+    assert "policy_loss.dual_c = 3: is a knob of ppo_clip and adaptive_clip, but the" in found
 
 
 def test_every_problem_is_reported_at_once() -> None:
@@ -111,6 +110,10 @@ def test_unit_reward_methods_refuse_what_leaves_the_unit_interval() -> None:
     for name in ("mapo", "mapo_apd", "tree_rpo"):
         assert "kl.placement=loss" in refused(name, "kl.placement=reward")
         assert "reward_shaping={}" in refused(name, "reward_shaping.overlong={}")
+    for name in ("a_grae", "a_grae_ddas", "a_grae_ass", "a_grae_dapo", "a_grae_dr_grpo"):
+        assert "needs rewards in [0, 1]" in refused(name, "reward_shaping.overlong={}")
+        # omega is of the rewards before the KL.
+        load_method(name, ["kl.placement=reward", "kl.coef=0.1"])
 
 
 def test_reward_schemes() -> None:
@@ -122,6 +125,12 @@ def test_reward_schemes() -> None:
         == []
     )
     assert "they reach 1.5; divide both weights" in reward_scheme_errors(apd, 1.0, 0.5)[0]
+    assert "method.estimator.name = apd: needs" in reward_scheme_errors(apd, 1.0, 0.5)[0]
+    for name, key in (("a_grae", "ddas"), ("a_grae_ass", "ass")):
+        method = load_method(name).config
+        assert reward_scheme_errors(method, 0.1, 0.9) == []
+        assert f"method.shaping.{key}: needs" in reward_scheme_errors(method, 1.0, 0.5)[0]
+        assert "needs rewards in [0, 1]" in reward_scheme_errors(method, 2.0, -1.0)[0]
     assert "no response can reach a reward of exactly 1" in reward_scheme_errors(mapo, 0.5, 0.1)[0]
     assert (
         reward_scheme_errors(load_method("mapo", ["estimator.success=correct"]).config, 0.5, 0.1)

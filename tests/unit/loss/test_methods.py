@@ -49,6 +49,8 @@ def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
             [reference.kl_weight(row, rows, choice) for row in rows], dtype=torch.float64
         )
         torch.testing.assert_close(credit.kl_weights, weights, rtol=1e-9, atol=1e-9)
+        kept = [reference.is_kept(row, rows, choice) for row in rows]
+        assert credit.keep.tolist() == kept
         batch = token_batch(rows, credit, seed)
         found = method.loss(batch).loss.item()
         expected = reference.loss(rows, choice, plain_tokens(batch, rows), LIMIT)
@@ -202,6 +204,24 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
     torch.testing.assert_close(
         logprobs.grad, (-weights * advantages).detach(), rtol=1e-9, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratios_beyond_floats_leave_the_gradient_finite(name: str) -> None:
+    """In float32 the policy has moved by 100 nats, up and down, at sampled and at given tokens of
+    either sign; reference and sampler are where the policy is."""
+    method = named(name)
+    rows = rollout(0)
+    credit = method.credit(response_batch(rows, torch.float32))
+    batch = token_batch(rows, credit, dtype=torch.float32)
+    place = torch.arange(batch.logprobs.numel()) % 3
+    logprobs = batch.old_logprobs - 100 * (place == 1)
+    old_logprobs = batch.old_logprobs - 100 * (place == 0)
+    near = {"ref_logprobs": logprobs, "sampler_logprobs": old_logprobs}
+    batch = changed(batch, logprobs=logprobs.requires_grad_(), old_logprobs=old_logprobs, **near)
+    loss = method.loss(batch).loss
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
 SMOOTH = ["rl_zvp", "entropy_advantage", "archer", "dcpo", "pacs", "dph_forward_kl", "dph_js"]

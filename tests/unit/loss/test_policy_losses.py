@@ -26,6 +26,32 @@ def check(
     same(logprobs.grad, *[case[3] for case in cases])
 
 
+def test_a_ratio_stops_at_e_to_the_20_by_hand() -> None:
+    """Beyond it neither overflows nor has a gradient; so a clipped loss has the gradient 0 there,
+    not 0 times infinity."""
+    log_ratio = torch.tensor([100.0, -100.0, 20.0, -20.0], requires_grad=True)
+    ratio = losses.ratio_of(log_ratio)
+    (gradient,) = torch.autograd.grad(ratio.sum(), log_ratio)
+    e20 = 485165195.40979
+    expected = torch.tensor([e20, 1 / e20, e20, 1 / e20])
+    torch.testing.assert_close(ratio.detach(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, expected * torch.tensor([0, 0, 1, 1]), rtol=1e-6, atol=0)
+    for sign, loss in ((1, -1.2), (-1, e20)):
+        found = losses.ppo_clip(log_ratio[:1], torch.tensor([float(sign)]))
+        torch.testing.assert_close(found.detach(), torch.tensor([loss]), rtol=1e-6, atol=0)
+        (gradient,) = torch.autograd.grad(found.sum(), log_ratio)
+        assert gradient.tolist() == [0, 0, 0, 0]
+
+
+def test_a_ratio_of_ordinary_size_has_the_bits_of_exp() -> None:
+    for dtype in (torch.float32, torch.float64):
+        log_ratio = torch.linspace(-20, 20, 4001, dtype=dtype, requires_grad=True)
+        gradients = []
+        for ratio in (losses.ratio_of(log_ratio), log_ratio.exp()):
+            gradients += [ratio.detach(), *torch.autograd.grad(ratio.sum(), log_ratio)]
+        assert torch.equal(gradients[0], gradients[2]) and torch.equal(gradients[1], gradients[3])
+
+
 def test_ppo_clip() -> None:
     check(
         lambda _, log_ratio, a: losses.ppo_clip(log_ratio, a, low=0.2, high=0.2),

@@ -178,7 +178,7 @@ def test_pacs_by_hand() -> None:
 def test_adaptive_clip_by_hand() -> None:
     """q = 0.9: 1/2 + sqrt(1 - 0.64 / 0.9) / 2 = 0.768742 and 1/2 + sqrt(1 + 0.8 / 0.9) / 2 =
     1.187184; q = 0.1: the root's argument is negative, so 1/2, and 1/2 + sqrt(9) / 2 = 2;
-    q = 0.001: 1/2 + sqrt(801) / 2 is above 10."""
+    q = 0.001: 1/2 + sqrt(801) / 2 is above 10, and so is rho = 12, where A < 0 loses 10 at most."""
     old = vector(0.9, 0.9, 0.1, 0.1, 0.001, 0.001).log()
     rho = vector(1.1, 1.5, 1.9, 0.4, 12, 12)
     logprobs = (old + rho.log()).requires_grad_()
@@ -186,10 +186,12 @@ def test_adaptive_clip_by_hand() -> None:
     found = losses.adaptive_clip(logprobs, logprobs - old, advantages)
     same(found.lower, 0.768742, 0.768742, 0.5, 0.5, 0.5, 0.5)
     same(found.upper, 1.187184, 1.187184, 2, 2, 10, 10)
-    same(found.per_token.detach(), -1.1, -1.187184, -1.9, 0.5, -10, 12)
+    same(found.per_token.detach(), -1.1, -1.187184, -1.9, 0.5, -10, 10)
     found.per_token.sum().backward()
     assert logprobs.grad is not None
-    same(logprobs.grad, -1.1, 0, -1.9, 0, 0, 12)
+    same(logprobs.grad, -1.1, 0, -1.9, 0, 0, 0)
+    single = losses.adaptive_clip(logprobs, logprobs - old, advantages, dual_c=None)
+    same(single.per_token.detach(), -1.1, -1.187184, -1.9, 0.5, -10, 12)
     wide = losses.adaptive_clip(logprobs, logprobs - old, advantages, low=0.0, high=0.0)
     same(wide.upper, *[1.0] * 6)
     same(wide.lower, *[1.0] * 6)

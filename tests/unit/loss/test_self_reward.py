@@ -2,6 +2,8 @@
 
 import torch
 
+from megatron_rl.config.method import load_method
+from megatron_rl.loss import TokenBatch
 from megatron_rl.loss.per_token.self_reward import SelfReward
 from tests.unit.loss.groups import flags, same, vector
 
@@ -22,6 +24,43 @@ def test_at_the_start_it_is_0_for_all_by_hand() -> None:
     start = torch.tensor(-3.0, dtype=torch.float64)
     found = SelfReward(token_id=0, beta=0.7).off(vector(-3, -3), start, flags(1, 0))
     same(found, 1, 0)
+
+
+def test_classes_count_alike_by_hand() -> None:
+    """Of four finished responses three are correct: 4 / (2 * 3) each, and 4 / 2; none of one that
+    was cut, right or wrong."""
+    weights = SelfReward(token_id=0).class_weights(
+        flags(1, 1, 1, 0, 1, 0), flags(0, 0, 0, 0, 1, 1), torch.float64
+    )
+    same(weights, 2 / 3, 2 / 3, 2 / 3, 2, 0, 0)
+    one_class = SelfReward(token_id=0).class_weights(flags(1, 1), flags(0, 0), torch.float64)
+    same(one_class, 0.5, 0.5)
+    none = SelfReward(token_id=0).class_weights(flags(1, 0), flags(1, 1), torch.float64)
+    same(none, 0, 0)
+
+
+def test_its_term_by_hand() -> None:
+    """Three responses with r_s = 1, 0.2 and 0.2, the last one cut: off by 0 and 0.04, both with
+    weight 1, over three; both finished ones agree with their verdicts."""
+    method = load_method("laser", ["policy_loss.name=reinforce", "self_reward.alpha=0.3"])
+    batch = TokenBatch(
+        logprobs=vector(-1, -1, -1),
+        old_logprobs=vector(-1, -1, -1),
+        response_index=torch.arange(3),
+        loss_mask=flags(1, 1, 1),
+        advantages=vector(0, 0, 0),
+        kl_weights=vector(1, 1, 1),
+        correct=flags(1, 0, 1),
+        columns={
+            "end_logprobs": vector(-2, -10, -10),
+            "end_index": torch.arange(3),
+            "end_start": torch.tensor(-12.0, dtype=torch.float64),
+            "was_cut": flags(0, 0, 1),
+        },
+    )
+    found = method.loss(batch)
+    same(found.loss[None], 0.3 * 0.04 / 3)
+    same(found.metrics["policy/self_reward_accuracy"][None], 1)
 
 
 def test_agreement_by_hand() -> None:

@@ -46,9 +46,9 @@ def test_stcr_windows() -> None:
     lengths = torch.tensor([2, 2, 3, 3])
     two = segments_of(torch.tensor([0, 0, 1, 1]))
     advantages = vector(1, -1, -1, -1)
-    by_group = shaping.stcr(advantages, correct, lengths, two, mu=2.0)
+    by_group = shaping.stcr(advantages, correct, lengths, two, mu=2.0, window="group")
     same(by_group, 1, -1, -1, -1)
-    by_batch = shaping.stcr(advantages, correct, lengths, two, mu=2.0, window="batch")
+    by_batch = shaping.stcr(advantages, correct, lengths, two, mu=2.0)
     same(by_batch, 1, -1, -1.5, -1.5)
 
 
@@ -98,16 +98,16 @@ def test_focal_by_hand() -> None:
 
 
 def test_confidence_gap_by_hand() -> None:
-    """0.3 times 0.5 - 0.25 and 0.5 - 0.75 where both outcomes were seen; nothing where p is 1 or
-    0."""
+    """0.3 times 0.5 - 0.25 and 0.5 - 0.75 where a response is correct, be they all; nothing where p
+    is 0."""
     share = vector(0.5, 0.5, 1, 0)
     confidence = vector(0.25, 0.75, 0.25, 0.25)
     found = shaping.confidence_gap(vector(1, -1, 0.5, -2), share, vector(*[0.5] * 4), confidence)
-    same(found, 1.075, -1.075, 0.5, -2)
+    same(found, 1.075, -1.075, 0.575, -2)
     found = shaping.confidence_gap(
         vector(1, -1, 0, 0), share, vector(*[0.5] * 4), confidence, alpha=2.0
     )
-    same(found, 1.5, -1.5, 0, 0)
+    same(found, 1.5, -1.5, 0.5, 0)
 
 
 def test_tail_confidence_by_hand() -> None:

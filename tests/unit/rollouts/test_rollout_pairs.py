@@ -47,7 +47,7 @@ FILTERED_PARTIAL = replace(PARTIAL, max_rounds=8)
 HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
     "hooks": lambda: {
-        "dars": Dars(target=2, extra=2, max_responses=7),
+        "dars": Dars(schedule="hw", max_responses=7),
         "erpo": Erpo(increase=0.5, highest=2.0),
         "vcrl": Vcrl(kappa=0.1),
     },

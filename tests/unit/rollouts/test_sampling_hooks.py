@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
-from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl, relative_variance
+from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl, relative_variance, second_round
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.hooks.resampling import Resampling
@@ -80,15 +80,37 @@ def test_the_bank_of_vcrl_is_bounded_and_goes_on() -> None:
     assert wanted == hook.resample(2, 0, [group(5, 0), group(6, 0)])
 
 
-def test_dars_asks_until_the_target_or_the_cap() -> None:
-    hook = Dars(target=2, extra=3, max_responses=8)
-    first = hook.resample(1, 0, [group(0, 0), group(1, 2), group(2, 1)])
-    assert first.asks == [Ask(PROMPTS[0], 3, into=0), Ask(PROMPTS[2], 3, into=2)]
-    second = hook.resample(1, 1, [group(0, 1, 7), group(1, 2), group(2, 3, 7)])
-    assert second.asks == [Ask(PROMPTS[0], 1, into=0)]
-    third = hook.resample(1, 2, [group(0, 1, 8), group(1, 2), group(2, 3, 7)])
-    assert not third.asks and third.metrics == {"rounds": 2, "short_groups": 1}
-    assert first.metrics["hard_groups"] == 2
+@pytest.mark.parametrize(
+    ("schedule", "of_eight", "of_four"),
+    [("et", [27, 11, 3, 1, 0, 0, 0, 0, 0], [6, 2, 0]), ("hw", [56, 24, 8, 3, 0], [12, 4, 0])],
+)
+def test_the_second_round_of_dars_by_hand(
+    schedule: str, of_eight: list[int], of_four: list[int]
+) -> None:
+    """None of 8: a = 1/16, S = 15/128, et (4 - 15/16) / S = 26.1, hw (7.5 - 15/16) / S = 56; 2 of
+    8: S = 3/8, et 8/3, hw (6 - 3) / S = 8."""
+    assert [second_round(right, 8, schedule) for right in range(len(of_eight))] == of_eight
+    assert [second_round(right, 4, schedule) for right in range(3)] == of_four
+    assert second_round(0, 0, schedule) == 0
+
+
+def test_dars_has_one_second_round_and_keeps_what_varies() -> None:
+    first = [group(0, 0, 8), group(1, 2, 8), group(2, 8, 8), group(3, 4, 8)]
+    for hook, of_none, of_two in (
+        (Dars(), 24, 3),
+        (Dars(schedule="hw", max_responses=64), 56, 8),
+        (Dars(schedule="hw", max_responses=9), 1, 1),
+    ):
+        asked = hook.resample(1, 0, first)
+        assert asked.asks == [Ask(PROMPTS[0], of_none, into=0), Ask(PROMPTS[1], of_two, into=1)]
+        assert asked.keep is None
+        assert asked.metrics == {"hard_groups": 2, "asked_responses": of_none + of_two}
+        second = hook.resample(1, 1, [group(0, 0, 32), group(1, 2, 11), *first[2:]])
+        assert not second.asks and second.keep == [False, True, False, True]
+        assert second.metrics == {"dropped_groups": 2}
+    none = Dars().resample(1, 0, [group(0, 8, 8), group(1, 4, 8)])
+    assert not none.asks and none.keep == [False, True]
+    assert Dars().resample(1, 1, [group(0, 4, 4), group(1, 6, 6)]).keep == [False, True]
 
 
 def test_erpo_warms_prompts_that_were_all_right() -> None:
@@ -123,9 +145,22 @@ class Odd:
         return [Score(float(number % 2), number % 2 == 1) for number in numbers]
 
 
-def rollouts(**hooks: SamplingHook) -> Rollouts:
+class RightOnes:
+    """Right for the responses that were begun with these numbers."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def score(self, prompts, texts, truncated) -> list[Score]:
+        right = [int(text.split()[3]) in self.numbers for text in texts]
+        return [Score(float(each), each) for each in right]
+
+
+def rollouts(reward: Odd | RightOnes | None = None, **hooks: SamplingHook) -> Rollouts:
     """Four prompts a step, two responses each."""
-    sampler = LaunchSampler(Telling(), Odd(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY)
+    sampler = LaunchSampler(
+        Telling(), reward or Odd(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY
+    )
     job = training_job(
         PromptLoader(PROMPTS, seed=1, shuffle=False),
         Sampling(2, 4),
@@ -143,17 +178,19 @@ def tokens(experience: Experience) -> list[list[int]]:
 
 
 def test_what_is_asked_joins_its_group() -> None:
-    experience = rollouts(dars=Dars(target=2, extra=2, max_responses=5)).collect(1)
-    # Those of p0 and p2 are never right: two more, then one.
-    assert experience.group_ids.tolist() == [0] * 5 + [1] * 2 + [2] * 5 + [3] * 2
-    uids = [*["p0"] * 5, *["p1"] * 2, *["p2"] * 5, *["p3"] * 2]
+    # One of p1's is right, both of p3's. Of p0 and p2 none is: two more, one of p0's is right.
+    dars = Dars(schedule="hw", max_responses=5)
+    experience = rollouts(RightOnes(3, 7, 8, 10), dars=dars).collect(1)
+    assert experience.group_ids.tolist() == [0] * 4 + [1] * 2
+    uids = [*["p0"] * 4, *["p1"] * 2]
     assert [prompt.uid for prompt in experience.responses.prompts] == uids
     rows = tokens(experience)
-    assert [ids[0] for ids in rows] == [0] * 5 + [1] * 2 + [2] * 5 + [3] * 2
-    seeds = [ids[2] - rows[0][2] for ids in rows[:5]]
-    assert seeds == [0, 0, 1, 1, 2], "each round has a seed of its own"
+    assert [ids[0] for ids in rows] == [0] * 4 + [1] * 2
+    seeds = [ids[2] - rows[0][2] for ids in rows[:4]]
+    assert seeds == [0, 0, 1, 1], "the second round has a seed of its own"
     assert len({ids[3] for ids in rows}) == len(rows), "no response twice"
-    assert experience.hook_metrics["hook/dars/rounds"] == 2
+    assert experience.hook_metrics["hook/dars/asked_responses"] == 4
+    assert experience.hook_metrics["hook/dars/dropped_groups"] == 2
     assert all(defined(key) for key in experience.hook_metrics)
 
 
@@ -182,8 +219,7 @@ def test_groups_leave_and_others_come() -> None:
 
 def test_two_steps_and_a_restored_one_are_three() -> None:
     def made() -> Rollouts:
-        more = Dars(target=1, extra=1, max_responses=3)
-        return rollouts(dars=more, erpo=Erpo(increase=0.5, highest=2.0), vcrl=Vcrl(kappa=0.0))
+        return rollouts(erpo=Erpo(increase=0.5, highest=2.0), vcrl=Vcrl(kappa=0.0))
 
     whole = made()
     found = [tokens(whole.collect(step)) for step in (1, 2, 3, 4)]

@@ -317,12 +317,12 @@ def test_a_step_without_a_large_enough_group_ends_the_run():
 
 
 def test_sampling_hooks_see_verdicts_and_ask_no_more_than_they_may():
-    """Prompt 0 is never judged; dars has asked its eight once all of them have failed."""
-    hooks = {"dars": Dars(target=3, extra=2, max_responses=8), "erpo": Erpo(increase=0.5)}
+    """Prompt 0 is never judged, so dars does not know how hard it is, and asks no more."""
+    hooks = {"erpo": Erpo(increase=0.5), "dars": Dars(max_responses=8)}
     rollouts = source({0: range(4)}, hooks=hooks)
     experience = rollouts.collect(1)
     assert experience.num_groups == 1 and {prompt for prompt, _ in trained(experience)} == {1}
-    assert experience.hook_metrics["hook/dars/rounds"] == 2
+    assert experience.hook_metrics["hook/dars/hard_groups"] == 0
     assert experience.hook_metrics["hook/erpo/residual_groups"] == 0, "no verdict is not all right"
     group = ScoredGroup.of(prompts(1)[0], [FAILED, Score(1.0, True)])
     assert (len(group.scores), group.num_correct, group.num_responses) == (1, 1, 2)
