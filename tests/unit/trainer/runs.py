@@ -79,7 +79,8 @@ def build_bandit(
 ) -> Trainer:
     """A trainer whose run goes to ``folder/run``; ``answers``: the right one to every prompt."""
     config = bandit_config(folder / run, overrides)
-    chosen = load_method(method, method_overrides)
+    limit = config.rollout.max_response_tokens
+    chosen = load_method(method, method_overrides, limit)
     signals = signals_of(chosen, config.seed)
     policy = BanditPolicy(config.batch.tokens_per_microbatch)
     engine = BanditEngine()
