@@ -22,9 +22,8 @@ _BATCHED_TOKENS = 8192
 # CUDA build lets the product accumulate in float32.
 _FLOAT32_HEAD = {"head_dtype": "float32"}
 
-# By name: their modules need vLLM, which is imported when the engine is built.
-_ANNEALED_LOGITS = "megatron_rl.engine.annealed:AnnealedLogits"
-_TRUNCATED_LOGITS = "megatron_rl.engine.truncated:TruncatedLogits"
+# By name: its module needs vLLM, which is imported when the engine is built.
+_CHANGED_LOGITS = "megatron_rl.engine.logits_processors:ChangedLogits"
 
 
 def served_settings(config: RolloutConfig) -> dict[str, str]:
@@ -83,13 +82,10 @@ def engine_arguments(
         "distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
         "cpu_distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
     }
-    # In this order: what is kept follows from the logits at their temperature.
-    processors = [_ANNEALED_LOGITS] if config.anneal.schedule is not None else []
+    if config.anneal.schedule is not None or config.is_truncated:
+        arguments["logits_processors"] = [_CHANGED_LOGITS]
     if config.is_truncated:
-        processors.append(_TRUNCATED_LOGITS)
         arguments["max_logprobs"] = config.top_k
-    if processors:
-        arguments["logits_processors"] = processors
     if without_weights:
         arguments["load_format"] = WITHOUT_WEIGHTS
     if multimodal is not None:

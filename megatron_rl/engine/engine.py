@@ -16,18 +16,17 @@ from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments
-from megatron_rl.engine.refusals import building
 from megatron_rl.engine.request_tracking import RequestTracker
 from megatron_rl.engine.requests import MultimodalConfig, check_request, request
-from megatron_rl.engine.requirements import check_start
+from megatron_rl.engine.requirements import building, check_start
 from megatron_rl.engine.sampling import eos_token_ids, scoring
-from megatron_rl.engine.shared_memory import private_segments
 from megatron_rl.engine.side_effects import (
+    EngineStream,
     prepare_import,
+    private_segments,
     undisturbed_process,
     unlink_broadcast_buffer,
 )
-from megatron_rl.engine.streams import EngineStream
 from megatron_rl.engine.weights import lazy_loading
 from megatron_rl.engine.weights.stream import checked_stream, expected_tensors
 from megatron_rl.protocols import ENGINE_PARTS, NOTHING, Transfer

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.annealing import Annealing
 from megatron_rl.types import Sampling
 
 if TYPE_CHECKING:
@@ -16,8 +15,11 @@ if TYPE_CHECKING:
 
 # The engine adds the sample index to the seed and keeps the sum in a signed 64-bit integer.
 SEED_BITS = 62
-ANNEALED = "megatron_rl_annealed"
-TRUNCATED = "megatron_rl_truncated"
+OF_REQUEST = "megatron_rl"  # the key of ``extra_args``
+# More tokens than a response has: JSON has no infinity.
+PLAIN_FOREVER = 1e9
+NOT_ANNEALED = [1.0, 1.0, 1.0, PLAIN_FOREVER, 0.0]  # 1 at every position
+NOT_CUT = [0.0, 1.0, 1.0]  # the whole vocabulary
 # A request for the logprobs of its prompt. vLLM must generate a token; it is thrown away.
 SCORING = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
@@ -53,7 +55,7 @@ def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int])
     with a ``stop`` string (its tokens are kept), or at the length limit. Logprobs are those of the
     sampled token, and ``with_kept`` of the ``num_kept`` most likely ones.
     """
-    # Where the kept tokens are wanted, ``engine.truncated`` makes them so few.
+    # Where the kept tokens are wanted, ``engine.logits_processors`` makes them so few.
     cut = {"top_p": 1.0, "top_k": -1} if sampling.with_kept else {}
     return {
         "temperature": sampling.temperature,
@@ -88,22 +90,23 @@ def vllm_sampling(
     )
 
 
-def annealed_request(annealing: Annealing | None, num_there: int) -> dict[str, Any] | None:
-    """The ``extra_args`` of a request, which ``engine.annealed`` reads: ``temperatures`` but for
-    the positions, which begin at ``num_there``."""
-    if annealing is None:
-        return None
-    numbers = (annealing.start, annealing.end, annealing.decay_tokens, annealing.plain_tokens)
-    return {ANNEALED: [*map(float, numbers), float(num_there)]}
-
-
 def extra_args(sampling: Sampling, num_there: int) -> dict[str, Any] | None:
-    """What the logits processors of the package read of a request."""
-    annealed = annealed_request(sampling.annealing, num_there)
-    if not sampling.with_kept:
-        return annealed
-    limits = [float(sampling.top_k), sampling.top_p, sampling.temperature]
-    return {**(annealed or {}), TRUNCATED: limits}
+    """What ``engine.logits_processors`` reads of a request, as a flat list; None where there is
+    nothing to change.
+
+    Of an annealed temperature start, end, decay_tokens, plain_tokens, and the position at which the
+    request begins; then top_k, top_p, and the temperature of the request.
+    """
+    annealing = sampling.annealing
+    if annealing is None and not sampling.with_kept:
+        return None
+    annealed, cut = NOT_ANNEALED, NOT_CUT
+    if annealing is not None:
+        numbers = (annealing.start, annealing.end, annealing.decay_tokens, annealing.plain_tokens)
+        annealed = [*map(float, numbers), float(num_there)]
+    if sampling.with_kept:
+        cut = [float(sampling.top_k), sampling.top_p, sampling.temperature]
+    return {OF_REQUEST: [*annealed, *cut]}
 
 
 def scoring() -> SamplingParams:

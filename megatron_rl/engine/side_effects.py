@@ -1,13 +1,21 @@
-"""What importing and building vLLM does to the process around it, prepared and undone."""
+"""What importing, building and running vLLM does to the process around it, prepared and undone:
+its environment, its CUDA streams, its segments of shared memory."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+DIRECTORY = Path("/dev/shm")
+PREFIX = "megatron_rl-"  # of the segments there
+_OLD_S = 3600.0  # no start of an engine takes as long
 
 # vLLM sets these for its own workers. Processes that are started later (a reward verifier) would
 # inherit them, and launchers read some of them.
@@ -68,3 +76,81 @@ def unlink_broadcast_buffer() -> None:
     if buffer is not None and buffer.is_creator:
         buffer.shared_memory.unlink()
         buffer.is_creator = False
+
+
+class EngineStream:
+    """A stream of the engine's own, in which it is built and every call is made.
+
+    vLLM keeps the stream that it works in: it captures CUDA graphs there, which the default stream
+    cannot, and its copies to the host wait for the stream of its first step. A communicator or a
+    capture that finds the default stream therefore sets a new current stream for the whole thread.
+    The policy's gradients, on the other hand, belong to the stream of their parameters: in another
+    one autograd would wait for one event per parameter.
+
+    Without a CUDA device nothing happens.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the current stream is the engine's.
+
+        It waits for what the caller had queued; afterwards, also after an exception, the caller's
+        stream is current again and waits for what was queued inside. vLLM must have been imported
+        before: it only learns of streams that are set after its import.
+        """
+        if self._stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream()
+        self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+                # If vLLM has set another one after all, its graphs and copies belong to that.
+                self._stream = torch.cuda.current_stream()
+        finally:
+            caller.wait_stream(self._stream)
+
+
+@contextmanager
+def private_segments(launch_id: str) -> Iterator[None]:
+    """Collective. Segments created inside, between the tensor-parallel ranks of a CPU engine, get
+    names unique to ``launch_id``, which are removed after; those that a launch left which was
+    killed inside are removed an hour later.
+
+    Under the external launcher vLLM gives them one constant name: two jobs on a host collide, and a
+    killed job leaves segments that stop the next one. A name is needed only while the engine
+    starts: until every rank has mapped the segment.
+    """
+    assert launch_id.isalnum(), (
+        f"launch id {launch_id!r}: letters and digits only, it becomes part of a file name"
+    )
+    from vllm.distributed.device_communicators.cpu_communicator import (
+        _CPUSHMDistributed as Communicator,
+    )
+
+    original = Communicator.make_group_name
+    remove_old_segments()
+    Communicator.make_group_name = staticmethod(
+        lambda group: f"{PREFIX}{launch_id}-{group.unique_name}-{group.ranks[0]}"
+    )
+    try:
+        dist.barrier()
+        yield
+        dist.barrier()  # every rank has mapped them
+    finally:
+        Communicator.make_group_name = original
+        for path in DIRECTORY.glob(f"{PREFIX}{launch_id}-*"):
+            path.unlink(missing_ok=True)
+
+
+def remove_old_segments() -> None:
+    """Removes segments of this project and this user that a killed start of an engine left."""
+    for path in DIRECTORY.glob(f"{PREFIX}*"):
+        with suppress(FileNotFoundError):  # another launch removes it, too
+            status = path.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_S:
+                path.unlink()

@@ -19,11 +19,11 @@ from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.protocols import Reward, RolloutEngine, WeightSource, WeightSync
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines, Colocation
+from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.launch import LaunchBackend
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
 from megatron_rl.rollouts.backends.servers import ServerBackend
-from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.demonstrations import Demonstrations
 from megatron_rl.rollouts.hooks.resampling import resampling_of
 from megatron_rl.rollouts.jobs import GenerationJob

@@ -18,30 +18,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.config.schema import Config
-from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.rollouts.rows.experience import Experience, Responses, experience_of
+from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.rollouts.store import saved_score
 from megatron_rl.runtime import disk
-from megatron_rl.types import Prompt, Score
 
 FOLDER = "record"
 SUFFIX = ".safetensors"
-_FORMAT = 2
+FORMAT = 2
 _GIB = 2**30
-_TOKENS = ("token_ids", "sampler_logprobs")
-_ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
+TOKENS = ("token_ids", "sampler_logprobs")
+ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
 # Of an experience before it is scored, next to its responses.
 _REST = (
     *("discarded_groups", "sampling_rounds", "discarded_tokens", "dropped_tokens"),
@@ -50,61 +45,23 @@ _REST = (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A step as it was recorded. ``values``: the configuration that it is trained with;
-    ``groups``: the numbers in the stream of those that were taken; ``uids``: of each group."""
-
-    step: int
-    values: Mapping[str, Any]
-    world_size: int
-    groups: Sequence[int]
-    uids: Sequence[str]
-    tensors: Mapping[str, np.ndarray]
-    scores: Sequence[Mapping[str, Any]]
-    rest: Mapping[str, Any]
-
-    def experience(self, prompt_of: Callable[[str], Prompt], *, is_main: bool) -> Experience:
-        """As the source gave it: equal on all ranks but for the tokens, which lie on rank 0.
-        ``prompt_of``: by uid."""
-        prompts = [prompt_of(uid) for uid in self.uids]
-        lengths = self.tensors["lengths"]
-        columns = {name: self.tensors[name] for name in _TOKENS}
-        columns["weight_versions"] = self.token_versions
-        tokens = TokenRows(np.arange(len(lengths)), lengths, columns)
-        responses = Responses(
-            prompts=[prompts[group] for group in self.tensors["group_ids"]],
-            **{name: self.tensors[name] for name in _ROWS},
-            scores=[Score(**score) for score in self.scores],
-            tokens=tokens if is_main else tokens.take([]),
-            holders=np.zeros(len(lengths), dtype=np.int64),
-        )
-        return replace(experience_of(responses), **self.rest)
-
-    @property
-    def token_versions(self) -> np.ndarray:
-        """int32 [tokens], of one response after the other."""
-        starts = self.tensors["span_starts"]
-        lengths = np.diff(starts, append=self.tensors["lengths"].sum())
-        return np.repeat(self.tensors["span_versions"], lengths)
-
-
 class StepRecord:
     """Writes; on rank 0. Example: ``StepRecord(config, world.size).write(7, experience, [48,
-    49])``."""
+    49])``. ``tools/replay`` reads it."""
 
     def __init__(self, config: Config, world_size: int) -> None:
         self._folder = Path(config.run_dir) / FOLDER
         self._max_bytes = int(config.source.record_gib * _GIB)
         self._header = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "values": config.model_dump(mode="json"),
             "world_size": world_size,
         }
         self._has_begun = False
 
     def write(self, step: int, experience: Experience, groups: Sequence[int]) -> None:
-        """``experience``: with the tokens of all rows. ``groups``: see ``Recorded``.
+        """``experience``: with the tokens of all rows. ``groups``: the numbers in the stream of
+        those that were taken.
 
         Raises:
             ValueError: no space left.
@@ -159,8 +116,8 @@ def _tensors(responses: Responses) -> dict[str, torch.Tensor]:
     tokens = responses.tokens.take(range(len(responses)))
     versions = tokens.columns["weight_versions"]
     starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
-    values = {name: tokens.columns[name] for name in _TOKENS}
-    values |= {name: getattr(responses, name) for name in _ROWS}
+    values = {name: tokens.columns[name] for name in TOKENS}
+    values |= {name: getattr(responses, name) for name in ROWS}
     values |= {"span_starts": starts, "span_versions": versions[starts]}
     return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in values.items()}
 
@@ -174,27 +131,3 @@ def recorded_steps(folder: Path) -> list[int]:
     """Ascending; none where there is no such folder."""
     names = [path.name.removesuffix(SUFFIX) for path in folder.glob(f"step_*{SUFFIX}")]
     return sorted(int(name.removeprefix("step_")) for name in names)
-
-
-def read_step(folder: Path, step: int) -> Recorded:
-    """The inverse of ``StepRecord.write``.
-
-    Raises:
-        ValueError: there is no such record, or it cannot be read.
-    """
-    path = record_path(folder, step)
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no record of step {step}")
-    try:
-        with safe_open(path, "np") as file:
-            facts = json.loads(file.metadata()["facts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: is damaged ({error}); replay a step before it") from error
-    if facts["format"] != _FORMAT:
-        raise ValueError(
-            f"{path}: has format {facts['format']}, this program reads {_FORMAT}; replay it with"
-            " the program that wrote it"
-        )
-    del facts["format"]
-    return Recorded(tensors=tensors, **facts)

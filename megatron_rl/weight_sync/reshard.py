@@ -6,22 +6,25 @@ from __future__ import annotations
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from megatron_rl.protocols import Parameters, WeightSink, WeightSource
 from megatron_rl.types import SyncReport, TransferOptions
-from megatron_rl.weight_sync.collectives import all_gather
-from megatron_rl.weight_sync.exchange import exchange
+from megatron_rl.weight_sync.collectives import all_gather, broadcast
 from megatron_rl.weight_sync.failure import Stage, SyncProgress
 from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
-from megatron_rl.weight_sync.planner.shards import collect
+from megatron_rl.weight_sync.planner.shards import ShardGroup, collect
 from megatron_rl.weight_sync.transport import Transport, TransportReport
+
+_Groups = Sequence[ShardGroup]
 
 
 class ReshardSync:
@@ -161,3 +164,42 @@ def _replicas(replica: int | None, group: dist.ProcessGroup | None) -> list[list
         if number is not None:
             ranks[number].append(rank)
     return [ranks[number] for number in sorted(ranks)]
+
+
+def _digest(groups: _Groups) -> str:
+    """Equal for equal shards, wherever they lie; empty for none."""
+    if not groups:
+        return ""
+    geometry = [
+        (group.names, group.shard.full, group.region, group.shard.dtype) for group in groups
+    ]
+    return xxhash.xxh3_128_hexdigest(repr(geometry).encode())
+
+
+def exchange(
+    sources: _Groups, targets: _Groups, group: dist.ProcessGroup | None = None
+) -> tuple[dict[int, _Groups], dict[int, _Groups]]:
+    """Collective: ``(sources, targets)`` of every rank that has such, geometry only but for the
+    caller's own. Ranks of one role share one sequence of groups: which rank has which role is sent
+    to all, then each role once."""
+    rank = dist.get_rank(group)
+    everyone = all_gather([_digest(sources), _digest(targets)], list[str], group)
+    roles: dict[str, _Groups] = {"": ()}
+    sides: list[dict[int, _Groups]] = []
+    for side, own in enumerate((sources, targets)):
+        # The loop is the same on every rank, for all know all digests: so are the broadcasts.
+        for owner, digests in enumerate(everyone):
+            if digests[side] not in roles:
+                # Where its shards lie is of no use to others: places stay behind.
+                message = [
+                    replace(one, keys=(), shard=replace(one.shard, offset=0, stride=()))
+                    for one in (own if rank == owner else ())
+                ]
+                roles[digests[side]] = broadcast(message, list[ShardGroup], owner, group)
+        of_ranks = {
+            number: roles[digests[side]] for number, digests in enumerate(everyone) if digests[side]
+        }
+        if own:
+            of_ranks[rank] = list(own)  # with their places
+        sides.append(of_ranks)
+    return sides[0], sides[1]

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime.digest import Kind
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.exchange import exchange
 from megatron_rl.weight_sync.planner.plan import Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.shards import ShardGroup
-from megatron_rl.weight_sync.reshard import ReshardSync
+from megatron_rl.weight_sync.reshard import ReshardSync, exchange
 from megatron_rl.weight_sync.transport import Transport
 from tests.distributed.transport_faults import (
     Sink,

@@ -17,7 +17,7 @@ import vllm
 from torch import Tensor
 
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.shared_memory import DIRECTORY, PREFIX
+from megatron_rl.engine.side_effects import DIRECTORY, PREFIX
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime import launch
 from megatron_rl.weight_sync.gather import GatherSync

@@ -256,7 +256,7 @@ def test_an_engine_has_a_share_of_the_gpu(cuda: pytest.MonkeyPatch) -> None:
 
 
 def test_staged_weights_are_in_pinned_memory(cuda: pytest.MonkeyPatch) -> None:
-    from megatron_rl.engine.weights.staging import StagedWeights
+    from megatron_rl.engine.weights.transfer_backend import StagedWeights
 
     make, asked = torch.zeros_like, []
 

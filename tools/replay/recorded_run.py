@@ -28,7 +28,7 @@ from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.reporting.metrics_file import Row, read_metrics
 from megatron_rl.rollouts.rows.metrics import rollout_metrics
-from megatron_rl.rollouts.step_record import FOLDER, Recorded, read_step, recorded_steps
+from megatron_rl.rollouts.step_record import FOLDER, recorded_steps
 from megatron_rl.run.run_record import (
     DATA,
     MODEL,
@@ -42,6 +42,7 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.signals import SignalSetup
 from megatron_rl.trainer.build import build_learner, build_method, build_policy
 from megatron_rl.types import Prompt, first_uid
+from tools.replay.read_record import Recorded, read_step
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.
 _OF_OTHERS = (

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from vllm import envs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -28,11 +29,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine.weights.recorder import UndiscoveredError
-from megatron_rl.engine.weights.staging import StagedWeights
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.engine.weights.worker import ShardReceiver
 from megatron_rl.errors import LostPeerError
-from megatron_rl.protocols import Transfer
+from megatron_rl.protocols import Parameters, Transfer
 from megatron_rl.runtime.joint_group import Barrier, connect_store, join_group, leave_group
 from megatron_rl.types import Shard, SyncReport, TransferOptions
 
@@ -70,6 +70,58 @@ class UpdateInfo(WeightTransferUpdateInfo):
     step: str
     version: int
     kind: Literal["replace", "stage", "switch"] = "replace"
+
+
+class StagedWeights:
+    """New weights of a worker's model, next to those in use: they arrive while it samples, and
+    replace the old ones later, all at once.
+
+    One version, in host memory, as the model's loader gives its parameters: not fused, packed or
+    quantized yet. It stays when it has taken its place, so that the model may leave it and come
+    back to it.
+    """
+
+    def __init__(self, receiver: ShardReceiver) -> None:
+        self._receiver = receiver
+        self._tensors: dict[str, Tensor] = {}
+        self.version: int | None = None  # None: there is none that is whole
+
+    def take(self, transfer: Transfer, version: int) -> None:
+        """Replaces what is staged; the model is not touched."""
+        self.version = None
+        transfer(self._parameter, lambda key: None)
+        self.version = version
+
+    def _parameter(self, key: str) -> Tensor:
+        if key not in self._tensors:
+            form = self._receiver.forms[key]
+            # What no message fills (padding of a vocabulary) is 0, as in ``OpenLayers``.
+            self._tensors[key] = torch.zeros_like(
+                form, device="cpu", pin_memory=torch.cuda.is_available()
+            )
+        return self._tensors[key]
+
+    def put_in_place(self, version: int) -> None:
+        """Replaces the weights of the model by this staged version.
+
+        Raises:
+            ValueError: another version is staged; the model keeps its weights.
+        """
+        if version != self.version:
+            raise ValueError(f"weight version {version} is not staged, but {self.version}")
+        self._receiver.receive(self._copy)
+
+    def _copy(self, parameter: Parameters, written: Callable[[str], None]) -> None:
+        # Layer by layer: one that is open has memory of the device in addition to that of its old
+        # weights, and they may have come in another order (first parts of all experts, then second
+        # ones).
+        for key in sorted(self._tensors, key=_layer):
+            parameter(key).copy_(self._tensors[key])
+            written(key)
+
+
+def _layer(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 class WorkerSink:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_rl.engine.serving.client import ServerClient, ServerLostError
-from megatron_rl.rollouts.backends.failures import Asked, RequestFailures
+from megatron_rl.rollouts.backends.failures import Asked, RequestFailures, RequestTimeouts
 from megatron_rl.rollouts.backends.loop_thread import LoopThread
-from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.dispatcher import (
     Dispatcher,
     Ended,

@@ -1,5 +1,4 @@
-"""The logits processors of annealed sampling with vLLM's own requests and batches: which row is
-divided by what."""
+"""Annealed temperatures with vLLM's own requests and batches: which row is divided by what."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
 from megatron_rl.annealing import Annealing
-from megatron_rl.engine.annealed import AnnealedLogits, AnnealedRows, AnnealedSlots
-from megatron_rl.engine.sampling import annealed_request, sampling_values, vllm_sampling
+from megatron_rl.engine.logits_processors import ChangedLogits, ChangedRows, ChangedSlots
+from megatron_rl.engine.sampling import NOT_CUT, extra_args, sampling_values, vllm_sampling
 from megatron_rl.types import Sampling
 
 ANNEALING = Annealing(1.5, 0.5, decay_tokens=4.0, plain_tokens=1)
@@ -39,14 +38,14 @@ def divisors(processed: torch.Tensor) -> list[float]:
 
 
 def test_a_request_says_its_temperatures_and_where_they_begin() -> None:
-    (key,) = annealed_request(ANNEALING, 5) or {}
-    assert params(ANNEALING, 5).extra_args == {key: [1.5, 0.5, 4.0, 1.0, 5.0]}
+    (key,) = extra_args(Sampling(1, 8, annealing=ANNEALING), 5) or {}
+    assert params(ANNEALING, 5).extra_args == {key: [1.5, 0.5, 4.0, 1.0, 5.0, *NOT_CUT]}
     assert params(None).extra_args is None
     assert sampling_values(Sampling(1, 8, annealing=ANNEALING), 3, ())["temperature"] == 1.0
 
 
 def test_rows_follow_requests_as_they_come_move_and_go() -> None:
-    rows = AnnealedRows(None, CPU, False)
+    rows = ChangedRows(None, CPU, False)
     first, second, third = [7], [7, 7], [7, 7, 7]  # sampled so far
     added = [
         (0, params(ANNEALING), None, first),
@@ -83,9 +82,9 @@ def context(slots: list[int], positions: list[int]) -> LogitsContext:
     )
 
 
-def test_slots_are_used_again() -> None:
+def states_of_four() -> LogitsProcRequestState:
     prompts = torch.tensor([3, 5, 0, 4], dtype=torch.int32)
-    states = LogitsProcRequestState(
+    return LogitsProcRequestState(
         device=CPU,
         max_num_reqs=4,
         vocab_size=4,
@@ -94,7 +93,10 @@ def test_slots_are_used_again() -> None:
         prefill_len=SimpleNamespace(),
         total_len=SimpleNamespace(),
     )
-    slots = AnnealedSlots(None, states)
+
+
+def test_slots_are_used_again() -> None:
+    slots = ChangedSlots(None, states_of_four())
     assert slots.add_request(0, params(ANNEALING))
     assert slots.add_request(3, params(OTHER, 4))
     assert not slots.add_request(1, params(None))
@@ -110,9 +112,9 @@ def test_slots_are_used_again() -> None:
 
 
 def test_each_runner_gets_its_half() -> None:
-    assert issubclass(AnnealedLogits, RowProcessor) and issubclass(AnnealedLogits, SlotProcessor)
+    assert issubclass(ChangedLogits, RowProcessor) and issubclass(ChangedLogits, SlotProcessor)
     states = SimpleNamespace(max_num_reqs=2, device=CPU)
     new = SimpleNamespace(use_v2_model_runner=True)
-    assert isinstance(AnnealedLogits(new, states), AnnealedSlots)
+    assert isinstance(ChangedLogits(new, states), ChangedSlots)
     old = SimpleNamespace(use_v2_model_runner=False)
-    assert isinstance(AnnealedLogits(old, CPU, False), AnnealedRows)
+    assert isinstance(ChangedLogits(old, CPU, False), ChangedRows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, field_validator
 
-from megatron_rl.engine.refusals import building
+from megatron_rl.engine.requirements import building
 from tests.unit.engine.test_engine_calls import config
 
 

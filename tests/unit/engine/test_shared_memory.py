@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from megatron_rl.engine.shared_memory import DIRECTORY, PREFIX, remove_old_segments
+from megatron_rl.engine.side_effects import DIRECTORY, PREFIX, remove_old_segments
 
 
 @pytest.fixture

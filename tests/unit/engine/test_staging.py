@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_rl.engine.weights.staging import StagedWeights
+from megatron_rl.engine.weights.transfer_backend import StagedWeights
 
 
 def test_a_layer_gets_all_its_weights_before_the_next_is_opened():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.engine.streams import EngineStream
+from megatron_rl.engine.side_effects import EngineStream
 from tests.unit.engine.streams_record import StreamRecord
 
 

@@ -4,7 +4,7 @@ rows, and what a response says of it."""
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,20 +12,14 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcRequestState
 
+from megatron_rl.engine.logits_processors import ChangedRows, ChangedSlots, truncate_
 from megatron_rl.engine.request_tracking import kept_tokens
 from megatron_rl.engine.requests import check_request
-from megatron_rl.engine.sampling import sampling_values, vllm_sampling
-from megatron_rl.engine.truncated import (
-    TruncatedLogits,
-    TruncatedRows,
-    TruncatedSlots,
-    truncate_,
-)
+from megatron_rl.engine.sampling import NOT_ANNEALED, sampling_values, vllm_sampling
 from megatron_rl.types import Prompt, Sampling
 from tests.numerics.rollout_models import engine_config
-from tests.unit.engine.test_annealed import CPU, context
+from tests.unit.engine.test_annealed import ANNEALING, CPU, at, context, states_of_four
 
 INF = math.inf
 # Of the ids 2, 3, 0, 1 at temperature 1 the probabilities are 8/15, 4/15, 2/15 and 1/15.
@@ -80,14 +74,14 @@ def test_without_ties_it_is_vllms_own() -> None:
 
 def test_a_request_says_its_limits_and_vllm_cuts_nothing_itself() -> None:
     one = params(top_k=3, top_p=0.5)
-    assert list((one.extra_args or {}).values()) == [[3.0, 0.5, 1.0]]
+    assert list((one.extra_args or {}).values()) == [[*NOT_ANNEALED, 3.0, 0.5, 1.0]]
     assert (one.top_k, one.top_p, one.logprobs) in ((0, 1.0, 3), (-1, 1.0, 3))
     native = sampling_values(Sampling(1, 8, top_k=3, top_p=0.5), 3, ())
     assert (native["top_k"], native["top_p"], native["logprobs"]) == (3, 0.5, 0)
 
 
 def test_rows_follow_requests_as_they_come_move_and_go() -> None:
-    rows = TruncatedRows(None, CPU, False)
+    rows = ChangedRows(None, CPU, False)
     added = [
         (0, params(top_k=1), None, []),
         (1, params(), None, []),
@@ -104,18 +98,7 @@ def test_rows_follow_requests_as_they_come_move_and_go() -> None:
 
 
 def test_slots_are_used_again() -> None:
-    states = LogitsProcRequestState(
-        device=CPU,
-        max_num_reqs=4,
-        vocab_size=5,
-        all_token_ids=SimpleNamespace(),
-        prompt_len=SimpleNamespace(),
-        prefill_len=SimpleNamespace(),
-        total_len=SimpleNamespace(),
-    )
-    new = SimpleNamespace(use_v2_model_runner=True)
-    slots = TruncatedLogits(new, states)
-    assert isinstance(slots, TruncatedSlots)
+    slots = ChangedSlots(None, states_of_four())
     assert slots.add_request(0, params(top_k=2))
     # This runner divides by the temperature afterwards.
     assert slots.add_request(3, params(top_k=4, top_p=0.7, temperature=0.5))
@@ -127,6 +110,26 @@ def test_slots_are_used_again() -> None:
     assert not slots.add_request(3, params())
     slots.apply_staged_writes()
     assert kept(slots.apply(logits[:1].clone(), context([3], [6]))) == [[0, 1, 2, 3]]
+
+
+def test_what_is_kept_follows_from_annealed_logits() -> None:
+    """At position 6 the temperature is 0.5: the first token alone reaches 0.54 of the probability,
+    which at temperature 1 takes two."""
+    cut = Sampling(1, 8, top_k=4, top_p=0.54, with_kept=True)
+    both = [replace(cut, annealing=ANNEALING), cut]
+    rows = ChangedRows(None, CPU, False)
+    added = [(row, vllm_sampling(one, 3, (2,)), None, [7] * 6) for row, one in enumerate(both)]
+    rows.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
+    slots = ChangedSlots(None, states_of_four())
+    for slot, one in enumerate(both):
+        assert slots.add_request(slot, vllm_sampling(one, 3, (2,)))
+    slots.apply_staged_writes()
+    for found in (
+        rows.apply(LOGITS.repeat(2, 1)),
+        slots.apply(LOGITS.repeat(2, 1), context([0, 1], [8, 10])),
+    ):
+        assert kept(found) == [[2], [2, 3]]
+        assert found[0, 2].item() == pytest.approx(LOGITS[2].item() / at(ANNEALING, 6))
 
 
 IDS = np.array([[7, 7, 3, 9], [3, 7, 3, 9]], dtype=np.int32)

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.loop_thread import LoopThread
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
-from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.scheduling.end_of_step import StepRules
 from tests.unit.evaluation.conftest import run

@@ -16,10 +16,10 @@ from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
+from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
 from megatron_rl.rollouts.backends.servers import ServerBackend
-from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.jobs import GenerationJob

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.backends import loop_thread
+from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.readiness import NoServerError
 from megatron_rl.rollouts.backends.requests import WeightVersionError
 from megatron_rl.rollouts.backends.servers import ServerBackend
-from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.runtime.display import Progress
 from megatron_rl.types import Sampling, Score

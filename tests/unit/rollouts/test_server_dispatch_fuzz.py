@@ -23,10 +23,10 @@ from megatron_rl.engine.serving.client import (
     ServerUnreachableError,
 )
 from megatron_rl.rollouts.backends import failures, servers
+from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.readiness import FleetEvent
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.servers import ServerBackend
-from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.end_of_step import StepRules

@@ -18,9 +18,10 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
 from megatron_rl.rollouts.rows.exchange import token_rows, token_versions
 from megatron_rl.rollouts.rows.experience import Experience, Responses, experience_of
-from megatron_rl.rollouts.step_record import FOLDER, StepRecord, read_step, record_path
+from megatron_rl.rollouts.step_record import FOLDER, StepRecord, record_path
 from megatron_rl.types import Completion, Score, VersionSpan
 from tests.unit.trainer.fakes import prompts
+from tools.replay.read_record import read_step
 from tools.replay.recorded_run import ReplayedRun, find_route
 
 PROMPTS = {prompt.uid: prompt for prompt in prompts(3)}

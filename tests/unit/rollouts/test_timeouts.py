@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.backends.failures import RequestTimeouts
 
 
 class Time:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.protocols import Parameters
-from megatron_rl.weight_sync.buckets import pack, strided, unpack
 from megatron_rl.weight_sync.planner.flows import Stream
 from megatron_rl.weight_sync.planner.plan import Plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.roles import Side
+from megatron_rl.weight_sync.transport import pack, strided, unpack
 from tests.unit.weight_sync.training_tables import TrainLayout
 from tools.planning.engine_tables import ModelShape, RolloutLayout
 
