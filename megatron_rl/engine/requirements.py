@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engine.shared_memory import DIRECTORY
 
 # The one version whose internals this package was written for. setup.py pins it.
 VLLM_VERSION = "0.32.0"
@@ -22,6 +23,11 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def check_start(config: RolloutConfig) -> None:
     """Raises ValueError for what stops an engine on this machine before it is built."""
     require_vllm()
+    if not os.access(DIRECTORY, os.W_OK):
+        raise ValueError(
+            f"{DIRECTORY}: cannot be written, and processes of this program talk through it; mount"
+            " it with room for them (docker run --shm-size=8g)"
+        )
     if torch.cuda.is_available():
         require_fixed_segments(config, os.environ)
     elif config.batch_invariant:
