@@ -93,9 +93,11 @@ def _import_source(name: str, origin: str) -> ModuleType:
         raise ValueError(f"{origin} = {name}: {error}") from error
     # A program that is no module ends the process at its end, or where it reads its arguments.
     except (Exception, SystemExit) as error:
+        remedy = "give a module that Python can import, or the path of a .py file"
+        if isinstance(error, SystemExit):
+            remedy = "an import must return: put what ends it below if __name__ == '__main__':"
         raise ValueError(
-            f"{origin} = {name}: cannot be imported ({named(error)}){place(error)}; "
-            "give a module that Python can import, or the path of a .py file"
+            f"{origin} = {name}: cannot be imported ({named(error)}){place(error)}; {remedy}"
         ) from error
 
 

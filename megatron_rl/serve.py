@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config.cli.command_line import add_root, root_of
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.engine_checks import engine_side
 from megatron_rl.config.schema import Config
+from megatron_rl.errors import ConfigError
 from megatron_rl.plugins import add_plugin_option, load_plugins
 
 if TYPE_CHECKING:
@@ -75,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"--port {options.port} --lease-s {options.lease_s:g}: a port is 0 (a free one) to"
                 " 65535, a lease above 0"
             )
+        problems, _ = engine_side(config, config.rollout.ranks, None, None)
+        if problems:
+            raise ConfigError(problems, "the configuration")
         serve(config, options)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config.cli.command_line import Root, add_root, handed_on, root_of
-from megatron_rl.errors import close_names, did_you_mean
+from megatron_rl.config.rules.layout_rules import world_problems
+from megatron_rl.errors import ConfigError, close_names, did_you_mean
 from megatron_rl.plugins import add_plugin_option, load_plugins, loaded
 from megatron_rl.reporting.metrics import TABLE, defined
 from megatron_rl.runtime.guard import lock
@@ -141,6 +142,10 @@ def _submit(options: argparse.Namespace, trials: Sequence[Trial], words: Sequenc
 def _run_here(options: argparse.Namespace, trials: Sequence[Trial], words: Sequence[str]) -> int:
     """Runs what is not finished and prints the table; returns the exit code."""
     own = [trial for trial in trials if not trial.same_as]
+    layouts = [trial.config.parallel for trial in own]
+    problems = [each for layout in layouts for each in world_problems(layout, options.nproc)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), f"the sweep with --nproc {options.nproc}")
     parallel = min(options.parallel or 1, len(own))
     command = partial(commands.local, nproc=options.nproc, options=words)
     cores = len(os.sched_getaffinity(0))

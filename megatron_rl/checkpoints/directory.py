@@ -122,7 +122,7 @@ def problems(path: Path) -> list[str]:
     try:
         content = _manifest(path)
         sizes = {name: int(entry["bytes"]) for name, entry in content["files"].items()}
-        content["info"].items()
+        int(content["info"].get("step", 0))
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} cannot be read"]
     found = []
@@ -267,5 +267,9 @@ def steps(root: Path) -> list[Path]:
 def _numbered(root: Path) -> list[tuple[int, Path]]:
     """As ``steps``, each with its step."""
     there = root.iterdir() if root.is_dir() else ()
-    found = [(step_of(path), path) for path in there if path.is_dir()]
-    return sorted((step, path) for step, path in found if step is not None)
+    found = [(step, path) for path in there if (step := step_of(path)) is not None]
+    for _, path in found:
+        if not path.is_dir():
+            what = "a link that leads nowhere" if path.is_symlink() else "no folder"
+            raise ValueError(f"checkpoint {path}: is {what}; remove it, or put back what it was")
+    return sorted(found)

@@ -73,6 +73,11 @@ def _tensor_files(path: Path) -> dict[str, Path]:
                 f"model.path: {index} has no weight_map of tensors to file names; copy it again"
                 " from the model"
             )
+        if single.is_file() and single.name not in files.values():
+            raise ValueError(
+                f"model.path: {path} holds {single.name} and {index.name}, which names other files:"
+                " readers differ in which they take; remove the one that is not the model"
+            )
         return {name: path / file for name, file in files.items()}
     if single.is_file():
         with open_tensors(single) as file:

@@ -62,6 +62,8 @@ def data_problems(key: str, value: str | tuple[str, ...]) -> Iterator[str]:
             )
         elif glob.has_magic(name):
             yield f"{key} = {name}: no file matches the pattern; correct it"
+        elif Path(name).exists():
+            yield f"{key} = {name}: not a regular file; {KINDS}"
         else:
             yield f"{key} = {name}: no such file; {KINDS}"
 

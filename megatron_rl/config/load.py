@@ -127,12 +127,24 @@ def compose(
     # Of a user's folder: no YAML (which names file, line and column), no text, or a file that
     # includes itself.
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError([f"not YAML: {text}; correct the file"], "the options") from error
+        what = f"not YAML: {' '.join(str(error).split())}"
+        if isinstance(error, RecursionError):
+            what = "a file names itself in its defaults"
+        files = ", ".join(_files_of_user(overrides, groups)) or config_name
+        raise ConfigError([f"{files}: {what}; correct the file"], "the options") from error
     # A file of a group comes as {method: {...}}.
     for group in config_name.split("/")[:-1]:
         composed = composed[group]
     return _without_missing(composed)
+
+
+def _files_of_user(overrides: Sequence[str], groups: Sequence[Path]) -> list[str]:
+    """The options that the overrides choose from other folders than the package's."""
+    chosen = [override for text in overrides if is_group(override := parse(text, groups), groups)]
+    names = [f"{override.key_or_group}/{override.value()}.yaml" for override in chosen]
+    return [
+        str(folder / name) for folder in groups[1:] for name in names if (folder / name).is_file()
+    ]
 
 
 def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:
@@ -234,8 +246,8 @@ def _first_leaf(value: Any) -> list[str]:
 
 
 def _nearest_keys(key: str, known: Sequence[str]) -> str:
-    """A suggestion in place of ``key``: its name here, else keys with the same last part, else keys
-    that are spelled alike, else one whose last part is."""
+    """A suggestion in place of ``key``: its name here, else keys with the same last part, or that
+    begin with it, else a section or keys that are spelled alike, else one whose last part is."""
     elsewhere = name_here(key)
     if elsewhere is not None and elsewhere != key:
         return f"; here it is {elsewhere}"
@@ -243,7 +255,13 @@ def _nearest_keys(key: str, known: Sequence[str]) -> str:
     for candidate in known:
         by_leaf.setdefault(candidate.rpartition(".")[2], []).append(candidate)
     leaf = key.rpartition(".")[2]
-    close = by_leaf.get(leaf) or close_names(key, known, count=2, cutoff=0.7)
+    sections = {candidate.partition(".")[0] for candidate in known}
+    cut_short = [candidate for candidate in known if candidate.startswith(key)]
+    close = by_leaf.get(leaf) or cut_short
+    if not close and "." not in key:
+        close = close_names(key, sections, cutoff=0.8)
+    if not close:
+        close = close_names(key, known, count=2, cutoff=0.7)
     if not close:
         close = [by_leaf[match][-1] for match in close_names(leaf, by_leaf, cutoff=0.7)]
     return f"; {did_you_mean(close[:2]) or 'see --cfg job for all keys'}"

@@ -39,10 +39,11 @@ def _day(text: str) -> str:
 
 
 def _temperature(value: float) -> float:
-    """vLLM raises a lower temperature to 0.01, without the trainer knowing.
-
-    The two would then score by different distributions.
+    """vLLM raises a lower temperature to 0.01, without the trainer knowing: the two would then
+    score by different distributions. It refuses one above 2, as soon as it is asked.
     """
+    if value > 2:
+        raise ValueError("the engine has none above 2; lower it")
     if 0 < value < 0.01:
         raise ValueError("the engine has none between 0 and 0.01; raise it to 0.01 or more")
     return value
@@ -148,7 +149,7 @@ class RolloutConfig(Section):
     max_prompt_tokens: PositiveInt
     max_response_tokens: PositiveInt
     response_stages: tuple[ResponseStage, ...] | None
-    stop: tuple[str, ...]
+    stop: tuple[Annotated[str, Field(min_length=1)], ...]
     max_num_seqs: PositiveInt | None
     kv_cache_gib: PositiveFloat | None
     gpu_memory_utilization: PositiveFraction

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import Any
@@ -15,6 +17,7 @@ from megatron_rl.data.rows import Draft, Problems, not_utf8
 from megatron_rl.errors import first_line
 
 _ROLES = ("system", "user", "assistant", "tool")
+logger = logging.getLogger(__name__)
 
 
 def render(
@@ -100,7 +103,8 @@ def _text(message: Mapping[str, Any], place: str = "") -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", place) for part in content)
+    # A parquet file has the key in every part, null in an image's.
+    return "".join(place if part.get("text") is None else part["text"] for part in content)
 
 
 def _templated(
@@ -122,6 +126,42 @@ def _templated(
         problems.add(draft.row, what, messages, remedy)
         return ""
     return str(text)
+
+
+def warn_of_template(
+    source: str, drafts: Sequence[Draft], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Logs what a model reads otherwise than its author may think: a template that leaves the turn
+    of the answer out, and control tokens that stand in the text of a prompt."""
+    words = [words_of(draft.prompt) for draft in drafts]
+    if texts and words[0].strip() and texts[0].rstrip().endswith(words[0].strip()):
+        logger.warning(
+            "%s: the chat template ends with the prompt itself, without a header of the answer"
+            " (it does not read add_generation_prompt): a chat model may continue the user's turn;"
+            " add one to chat_template if the model has one",
+            source,
+        )
+    control = sorted(map(re.escape, filter(None, tokenizer.all_special_tokens)))
+    pattern = re.compile("|".join(control) or "(?!)")
+    found = [(draft.row, pattern.search(text)) for draft, text in zip(drafts, words, strict=True)]
+    with_control = [(row, match.group()) for row, match in found if match]
+    if with_control:
+        row, token = with_control[0]
+        logger.warning(
+            "%s: the text of %d prompts holds control tokens of the model (row %s: %s), which it"
+            " reads as such; take them out of the data unless that is wanted",
+            source,
+            len(with_control),
+            row,
+            token,
+        )
+
+
+def words_of(prompt: Any) -> str:
+    """The text of a prompt, a text or messages, before any template."""
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(_text(message) for message in prompt)
 
 
 def refuse_constant_template(source: str, prompts: Sequence[str], texts: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config.data_names import GENERATED, HF
 from megatron_rl.config.schema import DataColumns, DataConfig
 from megatron_rl.data import hf_sets, reasoning_gym_tasks
-from megatron_rl.data.chat import refuse_constant_template, render
+from megatron_rl.data.chat import refuse_constant_template, render, warn_of_template
 from megatron_rl.data.columns import column_roles
 from megatron_rl.data.labels import files_of, labels
 from megatron_rl.data.multimodal.images import ImageColumn
@@ -149,6 +149,8 @@ class _PromptMaker:
         texts = [render(draft, config, self.tokenizer, problems, self.vision) for draft in drafts]
         problems.raise_if_any()
         refuse_constant_template(problems.source, [repr(draft.prompt) for draft in drafts], texts)
+        if config.apply_chat_template:
+            warn_of_template(problems.source, drafts, texts, self.tokenizer)
         encoded = self._encoded(texts)
         if self.vision is not None:
             rows = zip(drafts, encoded, texts, strict=True)

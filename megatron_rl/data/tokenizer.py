@@ -55,6 +55,14 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     rows = read_json(file).get("vocab_size") if file.is_file() else None
     if not isinstance(rows, int):
         return
+    for name in ("config.json", "generation_config.json"):
+        ends = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        for end in ends if isinstance(ends, list) else [ends]:
+            if isinstance(end, int) and end >= rows:
+                raise ValueError(
+                    f"model.path = {folder}: {name} has eos_token_id = {end}, beyond vocab_size ="
+                    f" {rows} of config.json; correct it"
+                )
     # Fewer tokens than rows are usual: models pad their embedding to a round number.
     vocabulary = tokenizer.get_vocab().items()
     beyond = sorted((number, token) for token, number in vocabulary if number >= rows)

@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engine.side_effects import DIRECTORY
 from megatron_rl.errors import first_line
 
 # The one version whose internals this package was written for. setup.py pins it.
@@ -30,6 +31,11 @@ _SHARED_MEMORY = re.compile(r"(Insufficient space in /dev/shm.*? free)")
 def check_start(config: RolloutConfig) -> None:
     """Raises ValueError for what stops an engine on this machine before it is built."""
     require_vllm()
+    if not os.access(DIRECTORY, os.W_OK):
+        raise ValueError(
+            f"{DIRECTORY}: cannot be written, and processes of this program talk through it; mount"
+            " it with room for them (docker run --shm-size=8g)"
+        )
     if torch.cuda.is_available():
         require_fixed_segments(config, os.environ)
     elif config.batch_invariant:

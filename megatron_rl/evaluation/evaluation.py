@@ -25,6 +25,7 @@ from megatron_rl.reporting.sinks import Metrics
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.rows.experience import Response, Responses
+from megatron_rl.rollouts.rows.verdicts import excluded_share
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.run.run_record import describe
 from megatron_rl.run.start import METRICS, STACKS, digest_problem
@@ -164,6 +165,8 @@ class Asking:
             end = start + len(portion)
             what = f"step {weights.step}, prompts {start + 1} to {end} of {len(prompts)}"
             responses = self.sampler.run(portion, self.sampling, what)
+            # Before they are written, so that the next start asks again.
+            excluded_share(responses.scores, self.config.reward.max_excluded_share, what)
             slices = self._slices(weights.step, responses)
             if self.world.is_main:
                 self.folder.file(weights).add(slices)

@@ -51,6 +51,12 @@ def check_rows(path: Path) -> None:
         pass
 
 
+def missing_steps(path: Path, last: int) -> list[int]:
+    """The steps from 1 to ``last`` that have no row."""
+    present = {row["step"] for _, row in read_rows(path) if row is not None}
+    return sorted(set(range(1, last + 1)) - present)
+
+
 def archive_rows(path: Path, last: int) -> Path | None:
     """Moves the rows of steps after ``last``, which a run is going to overwrite, to the end of
     ``NAME.overwritten.jsonl``. A line that was cut off goes with them.

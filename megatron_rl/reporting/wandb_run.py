@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import Config
+from megatron_rl.errors import concerning
 from megatron_rl.reporting.metrics_file import Row
 from megatron_rl.reporting.row_file import replace_text
 from megatron_rl.reporting.sinks import Metrics
 
+_INIT_S = 30.0  # how long the server may take to answer at the start
 _FINISH_S = 60.0  # how long the end of a run may take when nothing can be sent
 _ID = "wandb_id"
 
@@ -37,19 +39,23 @@ class WandbRun:
         assert wanted.wandb != "disabled"
         self._offline = wanted.wandb == "offline"
         tags = (config.method.name, f"seed={config.seed}", *wanted.wandb_tags)
-        self._run = wandb.init(
-            project=wanted.wandb_project,
-            mode=wanted.wandb,
-            name=wanted.wandb_name or run_dir.resolve().name,
-            group=wanted.wandb_group,
-            job_type=wanted.wandb_job_type,
-            tags=list(dict.fromkeys(tags)),  # the user may repeat the run's
-            dir=str(run_dir),
-            id=run_id(run_dir),
-            resume=None if self._offline else "allow",
-            config=dict(record),
-            settings=wandb.Settings(finish_timeout=_FINISH_S, quiet=True),
+        remedy = (
+            "is the network there? logging.wandb=offline needs none (wandb sync sends it later)"
         )
+        with concerning(f"logging.wandb = {wanted.wandb}", remedy, (wandb.Error,)):
+            self._run = wandb.init(
+                project=wanted.wandb_project,
+                mode=wanted.wandb,
+                name=wanted.wandb_name or run_dir.resolve().name,
+                group=wanted.wandb_group,
+                job_type=wanted.wandb_job_type,
+                tags=list(dict.fromkeys(tags)),  # the user may repeat the run's
+                dir=str(run_dir),
+                id=run_id(run_dir),
+                resume=None if self._offline else "allow",
+                config=dict(record),
+                settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S, quiet=True),
+            )
         # Asked once: it is a message to wandb's own process. Rows of steps before this one it has.
         next_step = self._run.step if earlier else 0
         for row in earlier:

@@ -305,13 +305,15 @@ class Dispatcher:
         shown = groups.groups or groups.refused[-self.scheduler.rules.groups_per_step :]
         answers = [kept[group, response] for group in shown for response in range(size)]
         refused = {}
-        num_refused = 0  # tokens
+        num_refused = num_earlier = 0  # tokens, of this step and of those before it
         for group in groups.refused:
             responses = [kept[group, response] for response in range(size)]
             visit = self._job.stream.visit(group)
             refused[group] = (visit, [one.score for one in responses if one.score is not None])
             if group not in shown:
-                num_refused += sum(one.num_new for one in responses)
+                sampled = [one for one in responses if one.spans[0].version != DEMONSTRATED]
+                num_refused += sum(one.num_new for one in sampled)
+                num_earlier += sum(one.length - one.num_new for one in sampled)
         used = sum(answer.num_new for answer in answers)
         stays = groups.open
         for group in stays:
@@ -332,7 +334,8 @@ class Dispatcher:
             answers=answers,
             refused=refused,
             ended=frozenset(place for place in kept if place[0] in stays),
-            discarded_tokens=num_refused if sampled_tokens is None else sampled_tokens - used,
+            discarded_tokens=num_earlier
+            + (num_refused if sampled_tokens is None else sampled_tokens - used),
         )
 
     # For a checkpoint

@@ -34,9 +34,10 @@ def claim(config: Config, launch_id: str) -> None:
         lock.hold(folder, launch_id)
         (folder / FAILED_HOST).unlink(missing_ok=True)  # of an earlier start
     except OSError as error:
-        raise ValueError(
-            f"run_dir = {folder}: cannot be written ({error.strerror}: {error.filename}); {remedy}"
-        ) from None
+        why = f"{error.strerror}: {error.filename}"
+        if isinstance(error, FileExistsError):
+            why = "it is a link that leads nowhere" if folder.is_symlink() else "it is no folder"
+        raise ValueError(f"run_dir = {folder}: cannot be written ({why}); {remedy}") from None
     for root in (folder, folder / CHECKPOINTS, folder / EXPORTS):
         for path in directory.clean(root):
             logger.info("removed %s, which a run that died had left", path)

@@ -28,7 +28,7 @@ from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE, SAMPLES
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
-from megatron_rl.reporting.row_file import archive_rows, replace_text
+from megatron_rl.reporting.row_file import archive_rows, missing_steps, replace_text
 from megatron_rl.reporting.sinks import ConsoleLine, Metrics, MetricsFile, tensorboard_writer
 from megatron_rl.reporting.wandb_run import WandbRun
 from megatron_rl.rollouts.rows.experience import Response
@@ -296,6 +296,14 @@ class RunFolder:
         for name in (METRICS, SAMPLES):
             if archive := archive_rows(self.path / name, last):
                 logger.info("%s: rows from step %d on were moved to %s", name, last + 1, archive)
+        if missing := missing_steps(self.path / METRICS, max(last, 0)):
+            logger.warning(
+                "%s lacks the rows of %d steps before the checkpoint (first: step %d): curves and"
+                " tables will not have them; put the file of before back to keep them",
+                self.path / METRICS,
+                len(missing),
+                missing[0],
+            )
         archive = self.path / f"{CHECKPOINTS}.overwritten"
         for path in later_steps(self.path / CHECKPOINTS, start.step):
             archive.mkdir(exist_ok=True)

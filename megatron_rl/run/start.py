@@ -298,10 +298,10 @@ def _step_of(path: Path) -> int:
     """The step in the manifest, else in the name; 0 where neither has it."""
     wrong = directory.problem(path)
     if wrong is not None:
-        raise ValueError(
-            f"resume.checkpoint = {path}: {wrong}; give one whole checkpoint "
-            f"(run_dir/{CHECKPOINTS}/step_NNNNNN)"
-        )
+        remedy = f"give one whole checkpoint (run_dir/{CHECKPOINTS}/step_NNNNNN)"
+        if (path / "config.json").is_file():
+            remedy += f", or start a new run from these weights: model.path={path}"
+        raise ValueError(f"resume.checkpoint = {path}: {wrong}; {remedy}")
     info = directory.check(path)
     return int(info["step"]) if "step" in info else directory.step_of(path) or 0
 

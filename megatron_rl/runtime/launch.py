@@ -260,7 +260,10 @@ def join(backend: str, timeout_s: float) -> None:
     except RuntimeError as error:  # of gloo
         if "Unable to find address for" not in str(error):
             raise
-        raise ValueError(f"launch: GLOO_SOCKET_IFNAME: {first_line(error)}; unset it") from error
+        raise ValueError(
+            f"launch: GLOO_SOCKET_IFNAME: {first_line(error)}; name one that is there"
+            " (ip link), or unset it"
+        ) from error
 
 
 class _StderrHandler(logging.StreamHandler):

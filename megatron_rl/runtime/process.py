@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from megatron_rl.runtime.guard.failure import STATE, exit_process, report
 from megatron_rl.runtime.guard.signals import answer_termination
@@ -40,6 +41,7 @@ def launched() -> tuple[int, int | None]:
 def prepare() -> None:
     """Once per process, in its main thread. ``launch.start`` does it where ``reported`` did not."""
     raise_limit(os.getpid())
+    open_streams()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may end earlier
         end_with_it()
         raise_limit_of_torchrun()
@@ -74,6 +76,14 @@ def reported() -> Iterator[None]:
         exit_process(report(fault.with_traceback(error.__traceback__)))
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends)
         exit_process(report(error))
+
+
+def open_streams() -> None:
+    """Gives a program that was started with a closed stream (``>&-``) one that leads nowhere: some
+    libraries flush it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (for as long as the process)
 
 
 def raise_limit(pid: int) -> int:

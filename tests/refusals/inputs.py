@@ -204,6 +204,38 @@ def a_run(source: Path, target: Path, config: str) -> None:
     (target.with_name("run") / "config.json").write_text(config)
 
 
+def export(source: Path, target: Path) -> None:
+    """A HF directory."""
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+
+
+def a_named_pipe(source: Path, target: Path) -> None:
+    os.mkfifo(target)
+
+
+def a_link(source: Path, target: Path) -> None:
+    target.symlink_to(target.with_name("nowhere"))
+
+
+def a_linked_step(source: Path, target: Path) -> None:
+    checkpoints = target.with_name("run") / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step_000004").symlink_to(target)
+
+
+def own_method(source: Path, target: Path) -> None:
+    """A method whose defaults are itself."""
+    folder = target.with_name("conf") / "method"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("defaults:\n  - mine\n")
+
+
+def program(source: Path, target: Path) -> None:
+    """Python that is to be started, not imported."""
+    target.with_name("program.py").write_text("import sys\n\nsys.exit(0)\n")
+
+
 def again(model: Path, sizes: Mapping[str, int]) -> None:
     """The same model with other sizes, weights included."""
     shutil.rmtree(model)
@@ -293,9 +325,10 @@ def tensors(model: Path, removed: Sequence[str] = (), copies: Mapping[str, str] 
 
 
 def sharded(model: Path, spoil: str = "") -> None:
-    """Two files and an index, which ``spoil`` makes wrong."""
+    """Two files and an index, which ``spoil`` makes wrong, or leaves ``beside`` the whole file."""
     found = load_file(model / WEIGHTS)
-    (model / WEIGHTS).unlink()
+    if spoil != "beside":
+        (model / WEIGHTS).unlink()
     names = sorted(found)
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     where = {name: files[index >= len(names) // 2] for index, name in enumerate(names)}

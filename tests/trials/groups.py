@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.trials import fault_cases, journey_cases, machine_cases, passing_cases
+from tests.trials import fault_cases, journey_cases, machine_cases, passing_cases, user_cases
 from tests.trials.place import Case
 
-NAMES = ("passing", "faults", "journeys")
-ALONE = ("faults",)  # these load the machine, or look at moments of a run
-MODULES = (passing_cases, fault_cases, machine_cases, journey_cases)
+NAMES = ("passing", "faults", "users", "journeys")
+ALONE = ("faults", "users")  # these load the machine, or look at moments of a run
+MODULES = (passing_cases, fault_cases, machine_cases, user_cases, journey_cases)
 
 
 def all_cases() -> list[Case]:

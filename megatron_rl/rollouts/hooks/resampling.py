@@ -90,8 +90,9 @@ class Resampling:
                 # The hook has spoken of the groups that it saw; those that were asked for stay.
                 keep[:num_groups] = True if wanted.keep is None else wanted.keep
                 rows = keep[responses.group_ids]
-                dropped_tokens += int(responses.lengths[~rows].sum())
+                num_before = responses.num_sampled_tokens
                 responses = responses.take(np.flatnonzero(rows))
+                dropped_tokens += num_before - responses.num_sampled_tokens
                 if not len(responses):
                     raise ValueError(f"rollout hook {name}: dropped every group of step {step}")
                 if not wanted.asks:

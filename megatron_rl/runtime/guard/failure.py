@@ -10,6 +10,7 @@ wait for that rank's message; where none comes, the ranks that are gone are name
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -270,8 +271,12 @@ def describe(error: BaseException) -> FailureMessage:
             f"error: {error.filename}: no such file or folder. If it was moved or deleted while the"
             " program ran, put it back and start again (resume=auto: from the last checkpoint)"
         )
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        where = f"{_place_of(error)}: {first_line(error)}"
+        return FailureMessage(f"error: writing{where}; raise its limit (ulimit -f unlimited)")
     if isinstance(error, OSError) and error.filename is not None:
-        return FailureMessage(f"error: {error.filename}: {error.strerror}")
+        remedy = "check the path, its permissions and its disk"
+        return FailureMessage(f"error: {error.filename}: {error.strerror}; {remedy}")
     if isinstance(error, ValueError | FileNotFoundError) and not isinstance(error, UnicodeError):
         return FailureMessage(_first_lines(f"error: {error}"))
     text = f"[rank {STATE.rank}] error: {type(error).__name__}: {error}"

@@ -124,6 +124,8 @@ class Heartbeat:
         answered = Count()
         while True:
             time.sleep(BEAT_S)
+            if state_of(os.getppid()) == "T":  # Ctrl-Z: the torchrun of this machine stands still
+                continue
             if answered.seen(self._beats) >= self.silent_s:
                 note_failed_host(STATE.failed_host, self._peers[0].host)
                 self._end(self._store_gone(""))

@@ -136,8 +136,8 @@ def test_an_error_travels_between_ranks():
     ("content", "words"),
     [
         (b"name: [1\n", r"not YAML: .*method/mine\.yaml\", line 1, column 7"),
-        (b"\xff\xfe\x00", "not YAML: "),
-        (b"defaults:\n  - mine\n", "not YAML: maximum recursion depth"),
+        (b"\xff\xfe\x00", r"method/mine\.yaml: not YAML: "),
+        (b"defaults:\n  - mine\n", r"method/mine\.yaml: a file names itself"),
     ],
 )
 def test_a_file_of_the_user_that_is_no_yaml_is_named(tmp_path, content, words):

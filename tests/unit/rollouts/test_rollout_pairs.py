@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import Completion, Prompt, Sampling, Score
@@ -60,6 +62,18 @@ class EvenSum:
     ) -> list[Score]:
         sums = [sum(map(int, text.split())) for text in texts]
         return [Score(each / 1000, each % 2 == 0) for each in sums]
+
+
+class FailsAtSevenths(EvenSum):
+    def score(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool]
+    ) -> list[Score]:
+        scores = super().score(prompts, texts, truncated)
+        sums = [sum(map(int, text.split())) for text in texts]
+        return [
+            replace(score, problem="failed") if each % 7 == 0 else score
+            for each, score in zip(sums, scores, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -193,6 +207,7 @@ def rows(experience: Experience) -> list[dict[str, Any]]:
             "correct": score.correct,
             "refused": experience.discarded_groups,
             "discarded": experience.discarded_tokens,
+            "left": experience.excluded_tokens + experience.dropped_tokens,
         }
         for prompt, group, ids, truncated, version, score in zip(
             responses.prompts,
@@ -261,6 +276,51 @@ def check(setting: Setting, found: list[dict[str, Any]], steps: list[list[dict[s
     if setting.has_stages:
         for number, step in enumerate(steps, start=1):
             assert max(len(row["ids"]) for row in step) <= 10 * min(number, 4)
+
+
+class Counted(Stepwise):
+    """Counts the tokens that it has given away: to a launch all, to a server's client those of
+    requests that it did not take back."""
+
+    num_tokens = 0
+
+    def poll(self) -> list[tuple[int, Completion]]:
+        return self._seen(super().poll(), lambda one: one[1])
+
+    def pause(self, request_ids: Sequence[int]) -> list[Completion]:
+        return self._seen(super().pause(request_ids), lambda one: one)
+
+    def abort(self, request_ids: Sequence[int]) -> int:
+        count = super().abort(request_ids)
+        self.num_tokens += count
+        return count
+
+    def _seen(self, given: list[Any], completion: Callable[[Any], Completion]) -> list[Any]:
+        self.num_tokens += sum(len(completion(one).token_ids) for one in given)
+        return given
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_sampled_token_is_in_one_row_of_the_table(name: str) -> None:
+    """Failed verdicts besides: trained, or out of the step for one reason, or open."""
+    setting = SETTINGS[name]
+    engine = Counted(1)
+    engine.capacity = 5
+    job = replace(setting.job(), verdicts=VerdictRules(min_group=2, max_excluded_share=0.9))
+    sampler = LaunchSampler(engine, FailsAtSevenths(), words, WORLD, DISPLAY)
+    rollouts = rollouts_of(sampler, job)
+    reasons: Counter[str] = Counter()
+    for step in range(1, STEPS + 1):
+        engine.weight_version = step - 1
+        experience = rollouts.collect(step)
+        reasons["trained"] += experience.responses.num_sampled_tokens
+        reasons["no_verdict"] += experience.excluded_tokens
+        reasons["dropped"] += experience.dropped_tokens
+        reasons["discarded"] += experience.discarded_tokens
+    assert reasons["no_verdict"] > 0
+    held = [one for one in job.store._held.values() if one.spans[0].version != DEMONSTRATED]
+    num_open = sum(len(one.token_ids) for one in held)
+    assert reasons.total() + num_open == engine.num_tokens
 
 
 def test_the_same_seed_draws_other_tokens_in_the_next_step() -> None:

@@ -184,7 +184,13 @@ def test_an_end_by_code_of_the_user_is_no_success():
 
 def test_an_error_of_a_file_names_it_without_a_traceback():
     error = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "runs/long")
-    assert describe(error) == FailureMessage("error: runs/long: File name too long")
+    text = "error: runs/long: File name too long; check the path, its permissions and its disk"
+    assert describe(error) == FailureMessage(text)
+
+
+def test_a_limit_on_the_size_of_files_is_named():
+    message = describe(OSError(errno.EFBIG, os.strerror(errno.EFBIG)))
+    assert "ulimit -f" in message.text and not message.traceback
 
 
 def test_the_children_of_a_server_that_is_killed_end():
