@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.engine import shared_memory
+from megatron_rl.engine import side_effects
 from tests.launch import launch
 from tests.numerics.rollout_models import cases_of, verdict
 
@@ -34,10 +34,10 @@ def killed_launch(folder):
     started."""
     result = launch(TWO_PROCESSES, args=[folder, 2, "die"], timeout=TIMEOUT_S, check=False)
     assert result.returncode != 0
-    left = [name for name in result.stdout.split() if name.startswith(shared_memory.PREFIX)]
+    left = [name for name in result.stdout.split() if name.startswith(side_effects.PREFIX)]
     then = time.time() - 7200.0
     for name in left:
-        os.utime(shared_memory.DIRECTORY / name, (then, then))
+        os.utime(side_effects.DIRECTORY / name, (then, then))
     return left
 
 
@@ -92,7 +92,7 @@ def test_tensor_parallel_beside_another_job(two_jobs, name):
 
 @pytest.mark.full
 def test_the_next_launch_removes_them(killed_launch, two_jobs):
-    assert not [name for name in killed_launch if (shared_memory.DIRECTORY / name).exists()]
+    assert not [name for name in killed_launch if (side_effects.DIRECTORY / name).exists()]
 
 
 @pytest.mark.full
