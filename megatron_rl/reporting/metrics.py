@@ -65,9 +65,10 @@ TABLE: Mapping[str, Metric] = {
     "tokens/no_verdict": Metric("of responses without a verdict, or in too small groups", "tokens"),
     "tokens/dropped": Metric("of groups that rollout hooks have dropped", "tokens"),
     "tokens/discarded": Metric(
-        "of groups that dynamic sampling refused, sampled ahead and not needed, or beyond the end"
-        " of a step of partial rollouts; on servers of refused groups alone, as a server does not"
-        " say what it had of a request that was taken back",
+        "of groups that dynamic sampling refused, sampled ahead and not needed (how many depends on"
+        " when scores arrive), or beyond the end of a step of partial rollouts; on servers of"
+        " refused groups alone, as a server does not say what it had of a request that was taken"
+        " back",
         "tokens",
     ),
     "credit/": Metric("statistics of the advantage estimation, see the method's card"),
