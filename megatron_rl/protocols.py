@@ -7,7 +7,7 @@ numpy or random.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -97,6 +97,9 @@ class ImageProcessor(Protocol):
     def pixels(self, image: Image) -> Float[Tensor, "patches values"]:
         """Float32 on the host, in the order of the tower; not to be written to. Of a
         ``data.masks.MaskedImage`` hidden patches are black."""
+
+    def keep(self, images: Iterable[Image]) -> None:
+        """Before a pass: the images whose pixels it will read, and the passes after it again."""
 
     def collapsed(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
         """``Prompt.token_ids`` with one image token an image. Raises ValueError where the runs of

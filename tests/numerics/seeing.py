@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,6 +52,9 @@ class RandomPatches:
         _, rows, columns = self.grid(image)
         generator = torch.Generator().manual_seed(int(image.digest[:8], 16))
         return torch.randn(rows * columns, NUMBERS, generator=generator)
+
+    def keep(self, images: Iterable[Image]) -> None:
+        """Nothing is kept."""
 
     def collapsed(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
         raise NotImplementedError("for engines")

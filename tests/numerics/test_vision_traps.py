@@ -3,7 +3,7 @@ megatron-core)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,14 @@ def test_angles_of_the_tower_stay_exact_in_bfloat16(seeing_models: Path) -> None
 
 
 class Counting(RandomPatches):
-    """Counts how often pixels are asked for."""
+    """Counts how often pixels are asked for, and knows the images that the last pass has named."""
 
     def __init__(self) -> None:
         self.asked: list[Image] = []
+        self.named: list[Image] = []
+
+    def keep(self, images: Iterable[Image]) -> None:
+        self.named = list(images)
 
     def pixels(self, image: Image) -> Tensor:
         self.asked.append(image)
@@ -183,6 +187,7 @@ def test_the_first_stage_alone_has_a_tower_and_asks_for_pixels(seeing_models: Pa
     batch = seeing_batch()
     policy.score(LocalBatch(batch, [[0, 1, 2], [3, 4, 5]]))
     assert len(processor.asked) == (4 if is_first else 0), "an image of two rows is encoded once"
+    assert {one.digest for one in processor.named} == {one.digest for one in processor.asked}
 
 
 @on_ranks(2)

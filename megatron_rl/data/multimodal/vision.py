@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from megatron_rl.config.model_config import read_json
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.multimodal.masks import MaskedImage
 from megatron_rl.errors import first_line
+from megatron_rl.runtime.memory import GIB, available_gib
 from megatron_rl.types import Image
 
 _FILE = "preprocessor_config.json"
-_KEPT_BYTES = 512 * 2**20  # patches of a step are read in several passes
+_KEPT_SHARE = 1 / 32  # of the free host memory; a node has up to eight ranks
 
 
 class VisionProcessor:
@@ -69,8 +69,9 @@ class VisionProcessor:
             self.image_token_id,
             config["vision_end_token_id"],
         )
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
-        self._kept_bytes = 0
+        self._wanted: Collection[str] = ()  # digests
+        self._kept: dict[str, Tensor] = {}
+        self._most_kept = 0.0  # bytes
 
     def grid(self, image: Image) -> tuple[int, int, int]:
         """Patches over time (1), from top to bottom, from left to right; nothing is decoded.
@@ -95,8 +96,8 @@ class VisionProcessor:
     def pixels(self, image: Image) -> Float[Tensor, "patches values"]:
         """Float32 patches of ``grid``, on the host: the patches of one feature follow each other.
 
-        A row is channels x temporal patch x patch x patch. The newest are kept by digest, but for
-        those of a ``MaskedImage``; they must not be written to.
+        A row is channels x temporal patch x patch x patch. Those that ``keep`` names are decoded
+        once; they must not be written to.
 
         Raises:
             ValueError: the image cannot be decoded.
@@ -105,19 +106,31 @@ class VisionProcessor:
             return image.blackened(self.pixels(image.original), self._black)
         kept = self._kept.get(image.digest)
         if kept is not None:
-            self._kept.move_to_end(image.digest)
             return kept
         size = dict(self.size_limits)
         made = self._processor(images=[image.rgb()], size=size, return_tensors="pt")
         assert tuple(made["image_grid_thw"][0].tolist()) == self.grid(image)
         pixels: Tensor = made["pixel_values"].to(torch.float32)
-        self._kept[image.digest] = pixels
-        self._kept_bytes += pixels.nbytes
-        # The newest stays even where it alone is larger: it is what the caller gets.
-        while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.nbytes
+        # Passes read images in one order: what came first stays, as an image that made room for
+        # another would be gone before the next pass reads it.
+        if image.digest in self._wanted and self._kept_bytes + pixels.nbytes <= self._most_kept:
+            self._kept[image.digest] = pixels
         return pixels
+
+    def keep(self, images: Iterable[Image]) -> None:
+        """The images of a pass, whose pixels stay until a pass has images that are not among them:
+        the passes of a step read the same ones, and its minibatches parts of them. Pixels take at
+        most a 32nd of the host memory that is free now."""
+        wanted = {(one.original if isinstance(one, MaskedImage) else one).digest for one in images}
+        if wanted.issubset(self._wanted):
+            return
+        self._wanted = wanted
+        self._kept = {digest: self._kept[digest] for digest in wanted & self._kept.keys()}
+        self._most_kept = _KEPT_SHARE * (available_gib() * GIB + self._kept_bytes)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(pixels.nbytes for pixels in self._kept.values())
 
     @cached_property
     def _black(self) -> Float[Tensor, " values"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -94,6 +95,10 @@ class Batching:
             f"{len(microbatches)} micro-batches do not form groups of {self.rule.multiple}"
         )
         totals = self._least_totals(batch, microbatches)
+        vision = self.packer.vision
+        if vision and vision.has_tower and vision.processor and batch.images is not None:
+            rows = chain.from_iterable(microbatches)
+            vision.processor.keep(chain.from_iterable(batch.images[row] for row in rows))
         return _OnDemand(
             lambda number: self.packer.pack(
                 batch, microbatches[number], totals[number], prompts=prompts

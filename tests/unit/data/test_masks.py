@@ -63,6 +63,8 @@ def test_masked_pixels_are_not_kept(seeing_folder) -> None:
     """Each step has new ones."""
     vision = VisionProcessor(seeing_folder)
     plain = image(84, 84)
-    vision.pixels(masked(plain, 0.6, 1))
+    hiding = masked(plain, 0.6, 1)
+    vision.keep([hiding])
+    vision.pixels(hiding)
     assert list(vision._kept) == [plain.digest]
     assert vision.num_tokens(replace(plain, digest="x")) == 9

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoImageProcessor, AutoProcessor
 
 from megatron_rl.data.multimodal import vision as vision_module
+from megatron_rl.data.multimodal.masks import masked
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from tests.unit.data.pictures import image
 from tests.unit.data.toy import data_config
@@ -52,14 +53,23 @@ def test_nothing_is_decoded_for_a_count(vision, monkeypatch):
         vision.pixels(made)
 
 
-def test_pixels_are_kept_by_digest_and_the_oldest_go(seeing_folder, monkeypatch):
+def test_pixels_of_a_step_are_made_once(seeing_folder, monkeypatch):
     one, same, other = image(56, 56), image(56, 56), image(56, 56, seed=1)
     vision = VisionProcessor(seeing_folder)
-    first = vision.pixels(one)
-    assert vision.pixels(same) is first
-    monkeypatch.setattr(vision_module, "_KEPT_BYTES", first.nbytes)
-    assert not torch.equal(vision.pixels(other), first)
-    assert vision.pixels(one) is not first
+    assert vision.pixels(one) is not vision.pixels(one), "no pass has asked for them to be kept"
+    vision.keep([one, masked(other, 0.5, 1)])
+    first, second = vision.pixels(one), vision.pixels(other)
+    vision.keep([same])  # a minibatch of the step
+    assert vision.pixels(same) is first and vision.pixels(other) is second
+    vision.keep([same, image(28, 28)])  # the next step
+    assert vision.pixels(one) is first and vision.pixels(other) is not second
+    # Where not all have room the first stay.
+    free = 32 * first.nbytes / vision_module.GIB
+    monkeypatch.setattr(vision_module, "available_gib", lambda: free)
+    tight = VisionProcessor(seeing_folder)
+    tight.keep([one, other])
+    first, second = tight.pixels(one), tight.pixels(other)
+    assert tight.pixels(one) is first and tight.pixels(other) is not second
 
 
 def test_expanding_and_collapsing_undo_each_other(vision):
