@@ -91,5 +91,15 @@ present = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
 if present:
     sys.exit(f"installed, although they are builds for CUDA: {', '.join(present)}. pip took them instead of {sys.prefix}/stub_wheels")
 EOF
+# The sandbox of reward=code, from the system's packages. Unpacked into the environment it needs no root.
+if ! command -v bwrap >/dev/null; then
+    if (cd "$whole" && apt-get download bubblewrap && dpkg-deb -x bubblewrap_*.deb . && usr/bin/bwrap --version) >>"$log" 2>&1; then
+        cp "$whole/usr/bin/bwrap" "$venv/bin/bwrap"
+        echo "setup_cpu: bubblewrap, the sandbox of reward=code, is $venv/bin/bwrap"
+    else
+        echo "setup_cpu: bubblewrap, the sandbox of reward=code, was not found; on Debian, as root: apt-get update && apt-get install bubblewrap"
+    fi
+fi
+
 printf '%s\n%s\n' "$key" "$extras" >"$stamp"
 echo "setup_cpu: $venv is ready ($extras) after $((SECONDS - started)) s"

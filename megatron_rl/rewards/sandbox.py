@@ -152,6 +152,11 @@ class Sandbox:
         return os.read(self._process.stdout.fileno(), 1 << 16)
 
 
+def _bwrap() -> str | None:
+    """The machine's bubblewrap, else the one that tools/setup_cpu.sh has put beside Python."""
+    return shutil.which("bwrap") or shutil.which("bwrap", path=Path(sys.executable).parent)
+
+
 @functools.cache
 def command(kind: str) -> list[str]:
     """The command that starts Python in a sandbox of this kind."""
@@ -160,7 +165,7 @@ def command(kind: str) -> list[str]:
     start = [python, "-I", "-S", "-c", source]
     if kind == "rlimits_only":
         return start
-    arguments = [shutil.which("bwrap") or "bwrap", *_ISOLATION]
+    arguments = [_bwrap() or "bwrap", *_ISOLATION]
     # Links into /usr on most systems, folders on some.
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(name):
@@ -180,7 +185,7 @@ def refusal(kind: str) -> str | None:
 
     Runs one to find out.
     """
-    if kind == "bubblewrap" and shutil.which("bwrap") is None:
+    if kind == "bubblewrap" and _bwrap() is None:
         return f"reward.sandbox = bubblewrap: bwrap is not installed; {_REMEDY}"
     ends_at = time.monotonic() + _PROBE_TIMEOUT_S
     try:

@@ -257,7 +257,7 @@ def test_tests_that_cannot_be_run_are_refused_at_the_start(answer, message):
 
 
 def test_without_bubblewrap_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, **_: None)
     refusal.cache_clear()
     reward = build_reward(config(verifier="code", sandbox="bubblewrap"))
     remedy = r"bwrap is not installed; install it \(apt-get install bubblewrap\).*rlimits_only"
