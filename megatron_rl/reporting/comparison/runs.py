@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.keys import flat
-from megatron_rl.reporting.metrics_file import Row, read_metrics
-from megatron_rl.reporting.pass_at_k import PASS_AT
+from megatron_rl.reporting.metrics_file import PASS_AT, Row, read_metrics
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
