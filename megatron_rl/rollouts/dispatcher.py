@@ -141,30 +141,24 @@ class StepSummary:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass
 class Dispatcher:
     """Decides nothing itself: the scheduler says which response is sampled where, its end of a step
     which groups are trained, the job how."""
 
-    def __init__(
-        self,
-        job: GenerationJob,
-        scheduler: Scheduler,
-        backend: GenerationBackend,
-        rewards: RewardThread,
-    ) -> None:
-        self.scheduler = scheduler
-        self._job = job
-        self._backend = backend
-        self._rewards = rewards
-        self._answers: dict[Place, Answer] = {}
-        self._progress: dict[str, WorkerProgress] = {}
-        self._level: int | None = None  # that the backend knows
+    job: GenerationJob
+    scheduler: Scheduler
+    backend: GenerationBackend
+    rewards: RewardThread
+    _answers: dict[Place, Answer] = field(default_factory=dict)
+    _progress: dict[str, WorkerProgress] = field(default_factory=dict)
+    _level: int | None = None  # that the backend knows
 
     # While a step is generated
 
     def turn(self) -> bool:
         """Takes in what has happened and has done what follows; whether anything has happened."""
-        events = self._backend.events()
+        events = self.backend.events()
         # All of them before anything is assigned: a worker that has ended two responses is free for
         # two, and an end that drops a group takes its requests out of the queue.
         for event in events:
@@ -174,9 +168,9 @@ class Dispatcher:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Ended):
-            num_new = event.length - self._job.store.length(event.request.place)
+            num_new = event.length - self.job.store.length(event.request.place)
             if self.scheduler.finished(event.worker, event.request, num_new):
-                holder = self._backend.holder(event.worker, event.request.group)
+                holder = self.backend.holder(event.worker, event.request.group)
                 answer = Answer(holder, event.length, event.truncated, event.spans, num_new)
                 self._answers[event.request.place] = answer
         elif isinstance(event, Scored):
@@ -197,7 +191,7 @@ class Dispatcher:
         scores = [answer.score for answer in answers if answer and answer.score is not None]
         # A score may come before its siblings, and under partial rollouts from a step before.
         if len(scores) == size and self.scheduler.end.is_whole(group):
-            self.scheduler.judged(version, group, wanted=self._job.wants(scores))
+            self.scheduler.judged(version, group, wanted=self.job.wants(scores))
 
     def _dispatch(self) -> None:
         """Has the backend do what the scheduler says, until it says no more: a demonstration ends
@@ -208,16 +202,16 @@ class Dispatcher:
             dropped = self.scheduler.dropped()
             if dropped:
                 self._forget(dropped)
-                self._job.forget(dropped)
+                self.job.forget(dropped)
             # Aborts before submits: they free the places that are assigned below.
             for worker, request in self.scheduler.to_abort():
-                self._backend.abort(worker, request)
+                self.backend.abort(worker, request)
             # The level before submits: a response that continues may have come to it already.
             level = self.scheduler.end.level
             if level != self._level:
                 self._level = level
                 if level is not None:
-                    self._backend.pause(level)
+                    self.backend.pause(level)
             assigned = self.scheduler.assign()
             if not assigned:
                 break
@@ -228,14 +222,14 @@ class Dispatcher:
 
     def _begin(self, worker: str, request: Request) -> None:
         end = self.scheduler.end
-        visit = self._job.stream.visit(request.group, end.admission(request.group))
-        prompt = self._job.stream.prompt(request.group, visit)
-        demonstration = self._job.demonstration(prompt, request.response)
+        visit = self.job.stream.visit(request.group, end.admission(request.group))
+        prompt = self.job.stream.prompt(request.group, visit)
+        demonstration = self.job.demonstration(prompt, request.response)
         if demonstration is not None:
             self.scheduler.finished(worker, request)
-            self._job.store.add(request.place, demonstration)
+            self.job.store.add(request.place, demonstration)
             self._answers[request.place] = self._answer_of(request.place, demonstration, 0)
-            self._rewards.give(request, prompt, demonstration)
+            self.rewards.give(request, prompt, demonstration)
         elif self.scheduler.limit(request.group) == 0:
             self.scheduler.paused(worker, request)
         else:
@@ -243,12 +237,12 @@ class Dispatcher:
             assert step is not None, "it is of a step to come"
             begin = end.begin_of(request.group)
             # Steps of a run are counted from 1, those of the scheduler from 0.
-            self._backend.submit(worker, GenerationRequest(request, step + 1, visit, begin))
+            self.backend.submit(worker, GenerationRequest(request, step + 1, visit, begin))
 
     def _answer_of(self, place: Place, completion: Completion, num_new: int) -> Answer:
         """Of a response that no worker has ended in this step."""
         length = len(completion.token_ids)
-        holder = self._backend.holder(None, place[0])
+        holder = self.backend.holder(None, place[0])
         return Answer(holder, length, completion.truncated, completion.spans, num_new)
 
     def _forget(self, groups: set[int]) -> None:
@@ -308,7 +302,7 @@ class Dispatcher:
         num_refused = num_earlier = 0  # tokens, of this step and of those before it
         for group in groups.refused:
             responses = [kept[group, response] for response in range(size)]
-            visit = self._job.stream.visit(group)
+            visit = self.job.stream.visit(group)
             refused[group] = (visit, [one.score for one in responses if one.score is not None])
             if group not in shown:
                 sampled = [one for one in responses if one.spans[0].version != DEMONSTRATED]
@@ -323,14 +317,14 @@ class Dispatcher:
         if groups.level is not None:
             # What is open is sent to every rank, and counts from 0 in the next step.
             self._answers = {
-                place: one._replace(num_new=0, holder=self._backend.holder(None, place[0]))
+                place: one._replace(num_new=0, holder=self.backend.holder(None, place[0]))
                 for place, one in kept.items()
             }
         self._forget(groups.gone)
         return StepSummary(
             groups=groups,
             shown=shown,
-            visits={group: self._job.stream.visit(group) for group in shown},
+            visits={group: self.job.stream.visit(group) for group in shown},
             answers=answers,
             refused=refused,
             ended=frozenset(place for place in kept if place[0] in stays),
@@ -356,21 +350,21 @@ class Dispatcher:
             values = dict(saved)
             place = values.pop("group"), values.pop("response")
             scores[place] = Score(**values)
-        for place, completion, is_held in self._job.store.places():
+        for place, completion, is_held in self.job.store.places():
             if is_held and place not in scores:
                 continue  # it has not ended
-            there = self._job.store.length(place)
+            there = self.job.store.length(place)
             is_sampled = completion.weight_version != DEMONSTRATED
             num_new = len(completion.token_ids) - there if is_sampled and not is_held else 0
             answer = self._answer_of(place, completion, num_new)
             self._answers[place] = answer._replace(score=scores.get(place))
         # Some had ended, and their rewards were not there yet when the checkpoint was made.
         for (group, response), answer in self._answers.items():
-            completion = self._job.store.get((group, response))
+            completion = self.job.store.get((group, response))
             step = self.scheduler.end.step_of(group)
             if answer.score is None and completion is not None and step is not None:
                 version = self.scheduler.rules.version_of(step)
-                prompt = self._job.stream.prompt(group, self._job.stream.visit(group))
-                self._rewards.give(Request(version, group, response), prompt, completion)
+                prompt = self.job.stream.prompt(group, self.job.stream.visit(group))
+                self.rewards.give(Request(version, group, response), prompt, completion)
         for judged_version, group in self.scheduler.end.to_judge():
             self._judge(judged_version, group)

@@ -4,46 +4,41 @@ wherever and whenever it is asked for."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.schema import Config
 from megatron_rl.rollouts.hooks.resampling import NO_RESAMPLING, Resampling
 from megatron_rl.types import Prompt, Sampling
 
 
+@dataclass
 class SamplingPlan:
     """The sampling of a run. Response j to a prompt is a function of what this gives, the uid of
     the prompt and j, and of the weights: for every backend, and for a response that continues in a
     later step, which is sampled as that step says.
 
     A hook may change the temperature of a prompt, by what it knows when weights are published.
+
+    Attributes:
+        plain: that of a training step, without its seed.
+        seed: of the run; None where everything is sampled as ``plain`` says.
+        response_limit: tokens, by step.
+        staleness: most updates between the newest weights and those that sample.
     """
 
-    def __init__(
-        self,
-        plain: Sampling,
-        seed: int | None = None,
-        *,
-        response_limit: Callable[[int], int] | None = None,
-        hooks: Resampling = NO_RESAMPLING,
-        staleness: int = 0,
-    ) -> None:
-        """``plain``: that of a training step, without its seed; ``seed``: of the run, None where
-        everything is sampled as ``plain`` says; ``response_limit``: tokens, by step; ``staleness``:
-        most updates between the newest weights and those that sample."""
-        self._plain = plain
-        self._seed = seed
-        self._response_limit = response_limit
-        self.hooks = hooks
-        self._staleness = staleness
-        self._by_version: dict[int, Resampling] = {}
+    plain: Sampling
+    seed: int | None = None
+    response_limit: Callable[[int], int] | None = None
+    hooks: Resampling = NO_RESAMPLING
+    staleness: int = 0
+    _by_version: dict[int, Resampling] = field(default_factory=dict)
 
     def published(self, version: int) -> None:
         """Those weights exist; what hooks knew then is kept as long as they may be wanted."""
         if version in self._by_version:
             return
         self._by_version[version] = self.hooks.as_they_are()
-        oldest = version - self._staleness
+        oldest = version - self.staleness
         for past in [one for one in self._by_version if one < oldest]:
             del self._by_version[past]
 
@@ -57,14 +52,14 @@ class SamplingPlan:
 
     def of_step(self, step: int) -> Sampling:
         """Without what hooks change for single prompts."""
-        plain = self._plain
-        if self._seed is None:
+        plain = self.plain
+        if self.seed is None:
             return plain
         if plain.annealing is not None:
             plain = replace(plain, annealing=plain.annealing.at(step))
-        if self._response_limit is not None:
-            plain = replace(plain, max_response_tokens=self._response_limit(step))
-        return replace(plain, seed=sampling_seed(self._seed, step))
+        if self.response_limit is not None:
+            plain = replace(plain, max_response_tokens=self.response_limit(step))
+        return replace(plain, seed=sampling_seed(self.seed, step))
 
 
 def sampling_seed(seed: int, step: int) -> int:

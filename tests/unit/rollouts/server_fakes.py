@@ -129,11 +129,12 @@ class FirstTokenIsOdd:
         return [Score(float(first % 2), first % 2 == 1) for first in firsts]
 
 
-@dataclass(frozen=True)
 class PlainSeeds(SamplingPlan):
     """The seed is a multiple of the step, counted from 0."""
 
-    each: int = 1000
+    def __init__(self, each: int = 1000) -> None:
+        super().__init__(Sampling(2, 4))
+        self.each = each
 
     def __call__(self, step: int, prompt: Prompt, version: int) -> Sampling:
         return Sampling(2, 4, seed=self.each * (step - 1))
