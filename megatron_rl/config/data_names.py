@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 GENERATED = "reasoning_gym:"
 HF = "hf:"
@@ -12,6 +13,25 @@ KINDS = (
     "give a .jsonl or .parquet file, a pattern such as 'data/*.jsonl', hf:NAME:SPLIT, or "
     "reasoning_gym:<task>"
 )
+
+
+def as_names(value: Any) -> Any:
+    """A name, or a list of names as a tuple.
+
+    Raises:
+        ValueError: anything else; of a mapping, which is what others write for weights, it says how
+            it is written here.
+    """
+    if isinstance(value, Mapping):
+        names = ",".join(map(str, value))
+        weights = ",".join(map(str, value.values()))
+        here = f"data.train=[{names}] data.train_weights=[{weights}]"
+        raise ValueError(f"weights have a key of their own: {here}")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError("give a name, or a list of names")
+    return tuple(value)
 
 
 def entries(value: str | tuple[str, ...]) -> tuple[str, ...]:

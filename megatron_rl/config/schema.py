@@ -6,9 +6,8 @@ have one home. Units are in the names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +22,7 @@ from pydantic import (
 )
 
 from megatron_rl.annealing import AnnealConfig
+from megatron_rl.config.data_names import as_names
 from megatron_rl.hooks import ChosenHooks
 from megatron_rl.loss.config import MethodConfig
 
@@ -30,6 +30,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes u
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 _SMALLEST_FLOAT32 = 1.2e-38
 MAX_TAG = 64  # characters that wandb takes for a tag
+Columns = tuple[str, ...]
 WandbTag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
 
 
@@ -70,10 +71,19 @@ class Section(BaseModel):
 
 
 class TrainerConfig(Section):
-    num_steps: PositiveInt
+    """Once the prompts are read ``num_steps`` is there in any case: ``data.reading.with_steps``."""
+
+    num_steps: PositiveInt | None
+    num_epochs: PositiveInt | None
     epochs_per_rollout: PositiveInt
     stall_limit_s: PositiveFloat
     deterministic: bool
+
+    @property
+    def steps(self) -> int:
+        """The length of the run."""
+        assert self.num_steps is not None, "the prompts, of which epochs are, have not been read"
+        return self.num_steps
 
 
 class BatchConfig(Section):
@@ -220,29 +230,17 @@ class DataColumns(Section):
     one; null: never a column.
     """
 
-    prompt: str
+    prompt: str | None
     answer: str
-    images: str | None
+    images: Columns | str | None
+    choices: str | None
+    categories: Columns
     data_source: str | None
     extra: str | None
 
 
-def _names(value: Any) -> Any:
-    """A mapping is what others write for weights: the answer says how it is written here."""
-    if isinstance(value, Mapping):
-        names = ",".join(map(str, value))
-        weights = ",".join(map(str, value.values()))
-        here = f"data.train=[{names}] data.train_weights=[{weights}]"
-        raise ValueError(f"weights have a key of their own: {here}")
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ValueError("give a name, or a list of names")
-    return tuple(value)
-
-
 # The forms of a name are listed in conf/data/default.yaml.
-DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(_names)]
+DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(as_names)]
 
 
 class DataConfig(Section):
@@ -251,8 +249,11 @@ class DataConfig(Section):
     eval: DataNames
     columns: DataColumns
     system_prompt: str | None
+    prompt_prefix: str
     prompt_suffix: str
     answer_after: str | None
+    show_choices: bool
+    images_first: bool
     min_pixels: PositiveInt | None
     max_pixels: PositiveInt | None
     apply_chat_template: bool

@@ -30,22 +30,26 @@ def render(
     """The text of a prompt, with one image token for each of its images; what is wrong with it
     goes to ``problems``.
 
-    With a chat template: system prompt, messages with ``data.prompt_suffix`` on the last, and the
-    header of the answer. Without: the text alone.
+    With a chat template: system prompt, messages with ``data.prompt_prefix`` and ``_suffix`` around
+    the last, and the header of the answer. Without: the text alone.
     """
     row = draft.row
     prompt = draft.prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if vision is not None:
-        messages = _with_places(messages, draft, problems)
+        messages = _with_places(messages, draft, problems, config.images_first)
     problem = _wrong_form(messages, sees=vision is not None)
     if problem is not None:
         problems.add(row, problem[0], prompt, problem[1])
         return ""
     messages = [dict(message) for message in messages]  # those of the row stay as they are
-    if not _text(messages[-1]).strip() and not draft.images:
+    is_empty = not f"{config.prompt_prefix}{_text(messages[-1])}{config.prompt_suffix}".strip()
+    if is_empty and not draft.images:
         problems.add(row, "empty prompt", prompt, "drop the row")
-    messages[-1]["content"] = _with_suffix(messages[-1]["content"], config.prompt_suffix)
+    around = (config.prompt_prefix, config.prompt_suffix)
+    messages[-1]["content"] = _between(*around, messages[-1]["content"])
+    if vision is not None and draft.images and not _has_place(messages):
+        messages[-1]["content"] = _after_images(draft.images, messages[-1]["content"])
     if config.system_prompt is not None:
         if messages[0]["role"] == "system":
             what = "the row has a system message and data.system_prompt is set"
@@ -68,9 +72,9 @@ def render(
     return _text(messages[-1], place)
 
 
-def _with_places(messages: Any, draft: Draft, problems: Problems) -> Any:
+def _with_places(messages: Any, draft: Draft, problems: Problems, images_first: bool) -> Any:
     """``messages`` with parts where they have places of images, whose number must be that of the
-    images; as they are where they are no messages."""
+    images, or none with ``images_first``; as they are where they are no messages."""
     if not isinstance(messages, list) or not all(isinstance(turn, Mapping) for turn in messages):
         return messages
     split = [parts_of(message.get("content")) for message in messages]
@@ -78,9 +82,12 @@ def _with_places(messages: Any, draft: Draft, problems: Problems) -> Any:
     if draft.images is None and places:
         remedy = "name the column of the images by data.columns.images"
         problems.add(draft.row, f"{PLACE} in the prompt, and no images", draft.prompt, remedy)
-    elif draft.images is not None and places != len(draft.images):
+    elif draft.images is not None and places != len(draft.images) and (places or not images_first):
         what = f"{places} places of images ({PLACE}) in the prompt for {len(draft.images)} images"
-        problems.add(draft.row, what, draft.prompt, "make them equal, or drop the row")
+        remedy = "make them equal, or drop the row"
+        if not places:
+            remedy = f"data.images_first=true puts them before the prompt; else {remedy}"
+        problems.add(draft.row, what, draft.prompt, remedy)
     with_places = []
     for message, parts in zip(messages, split, strict=True):
         # A text without a place stays a text, which every template takes.
@@ -90,12 +97,21 @@ def _with_places(messages: Any, draft: Draft, problems: Problems) -> Any:
     return with_places
 
 
-def _with_suffix(content: Any, suffix: str) -> Any:
+def _between(prefix: str, suffix: str, content: Any) -> Any:
     if isinstance(content, str):
-        return content + suffix
-    if not suffix:
-        return content
-    return [*content, {"type": "text", "text": suffix}]
+        return prefix + content + suffix
+    before, after = ([{"type": "text", "text": text}] if text else [] for text in (prefix, suffix))
+    return [*before, *content, *after]
+
+
+def _has_place(messages: Sequence[Mapping[str, Any]]) -> bool:
+    parts = [part for message in messages for part in parts_of(message["content"]) or ()]
+    return num_places(parts) > 0
+
+
+def _after_images(images: Sequence[Any], content: Any) -> list[dict[str, str]]:
+    places = [{"type": "image"} for _ in images]
+    return [*places, *(parts_of(content) or ())]
 
 
 def _text(message: Mapping[str, Any], place: str = "") -> str:

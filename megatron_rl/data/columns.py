@@ -1,6 +1,11 @@
-"""The mapping from columns of a file to roles."""
+"""The mapping from columns of a file to roles, and what a role makes of the values it finds."""
 
 from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_rl.config.schema import DataColumns
 from megatron_rl.data.rows import Problems, Rows, lookup
@@ -21,10 +26,16 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
     Raises:
         ValueError: no row has a column that was named; lists the columns there are.
     """
-    decided: dict[str, str | None] = {}
+    decided: dict[str, Any] = {}
     for role, column in columns.model_dump().items():
+        if isinstance(column, tuple):
+            decided[role] = column
+            for name in column:
+                if not _has_column(rows, name):
+                    hint = _hint(role, name, rows)
+                    problems.add(f"data.columns.{role}", "no row has this column", name, hint)
         # A file may have a column that is called "auto".
-        if column is None or _has_column(rows, column):
+        elif column is None or _has_column(rows, column):
             decided[role] = column
         elif column == _AUTO:
             is_there = any(role in row for _, row in rows)
@@ -50,3 +61,73 @@ def _hint(role: str, column: str, rows: Rows) -> str:
 
 def _has_column(rows: Rows, column: str) -> bool:
     return any(lookup(row, column)[0] for _, row in rows)
+
+
+LETTERS = "ABCDEFGHIJ"
+_NUMBERED = re.compile(r"<image ?(\d+)>")
+
+
+def choices_of(value: Any) -> list[str]:
+    """The options of a row: a list, or the text of one as Python or JSON write it (MMMU).
+
+    Raises:
+        ValueError: it is neither, or there are more than there are letters.
+    """
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise ValueError("not a list of choices, nor the text of one") from None
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple) or len(value) > len(LETTERS):
+        raise ValueError(f"not a list of at most {len(LETTERS)} choices")
+    return [str(choice).strip() for choice in value]
+
+
+def letter_of(answer: str, choices: Sequence[str]) -> str | None:
+    """The letter of an answer that is a letter already, or the text of one of the choices.
+
+    Example: of 3 and 7 the answer 7 is B; None where no choice is the answer.
+    """
+    answer = answer.strip()
+    if answer in choices:  # first: of the choices C and A the answer A is B
+        return LETTERS[choices.index(answer)]
+    return answer if answer and answer in LETTERS[: len(choices)] else None
+
+
+def with_choices(question: str, choices: Sequence[str]) -> str:
+    """The question and, a line each, ``(A) first``."""
+    lines = [f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+    return "\n".join([question, *lines])
+
+
+def numbered_images(
+    text: str, row: Mapping[str, Any], columns: Sequence[str]
+) -> tuple[str, list[Any]]:
+    """(text, images) of a row with a column for each of its images: ``<image 2>`` is the place of
+    that of the second column, and becomes ``<image>``; without that column it is left as it is.
+    Without places all images that there are."""
+    values = [lookup(row, column)[1] for column in columns]
+    found: list[Any] = []
+
+    def place(match: re.Match[str]) -> str:
+        number = int(match[1])
+        if not 0 < number <= len(values):
+            return match[0]
+        found.append(values[number - 1])
+        return "<image>"
+
+    text = _NUMBERED.sub(place, text)
+    return text, [value for value in found or values if value is not None]
+
+
+def categories_of(row: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    """``task=geometry``, for each value of each column: a text, or a list of them."""
+    found = []
+    for column in columns:
+        _, value = lookup(row, column)
+        values = value if isinstance(value, list | tuple) else [value]
+        name = column.rpartition(".")[2]
+        found += [f"{name}={one}" for one in values if one is not None]
+    return found

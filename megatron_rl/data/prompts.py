@@ -17,7 +17,14 @@ from megatron_rl.config.data_names import GENERATED, HF
 from megatron_rl.config.schema import DataColumns, DataConfig
 from megatron_rl.data import hf_sets, reasoning_gym_tasks
 from megatron_rl.data.chat import refuse_constant_template, render, warn_of_template
-from megatron_rl.data.columns import column_roles
+from megatron_rl.data.columns import (
+    categories_of,
+    choices_of,
+    column_roles,
+    letter_of,
+    numbered_images,
+    with_choices,
+)
 from megatron_rl.data.labels import files_of, labels
 from megatron_rl.data.multimodal.images import ImageColumn
 from megatron_rl.data.multimodal.vision import VisionProcessor
@@ -25,6 +32,7 @@ from megatron_rl.data.rows import Draft, Problems, Rows, lookup, not_utf8, read_
 from megatron_rl.types import Prompt
 
 _ENCODED_AT_ONCE = 4096  # texts
+CATEGORIES = "categories"  # of a prompt's extra, see data.columns.categories
 _LONG_REMEDY = "raise the limit, shorten the row, or set data.on_long_prompt=drop"
 
 
@@ -225,13 +233,18 @@ def _drafts(
         data_source = Path(name).stem
         folder = Path(name).parent
     columns = column_roles(rows, config.columns, problems)
-    drafts = _from_rows(rows, data_source, columns, config.answer_after, problems)
+    drafts = _from_rows(rows, data_source, columns, config, problems)
     if columns.images is None:
         return drafts
-    images = ImageColumn(columns.images, folder, vision, problems)
+    named = columns.images if isinstance(columns.images, str) else ", ".join(columns.images)
+    images = ImageColumn(named, folder, vision, problems)
     with_images = []
     for draft, (number, row) in zip(drafts, rows, strict=True):
-        _, value = lookup(row, columns.images)
+        if isinstance(columns.images, str):
+            _, value = lookup(row, columns.images)
+        else:
+            text, value = numbered_images(draft.prompt, row, columns.images)
+            draft = draft._replace(prompt=text)
         with_images.append(draft._replace(images=images.read(number, value)))
     return with_images
 
@@ -246,14 +259,16 @@ def without_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list
 
 
 def _from_rows(
-    rows: Rows, name: str, roles: DataColumns, answer_after: str | None, problems: Problems
+    rows: Rows, name: str, roles: DataColumns, config: DataConfig, problems: Problems
 ) -> list[Draft]:
     """``name``: the data source of rows that name none."""
     drafts = []
     for number, row in rows:
-        _, prompt = lookup(row, roles.prompt)
+        prompt: Any = ""
+        if roles.prompt is not None:
+            _, prompt = lookup(row, roles.prompt)
         _, answer = lookup(row, roles.answer)
-        expected = _answer(number, answer, answer_after, problems)
+        expected = _answer(number, answer, config.answer_after, problems)
         data_source: Any = name
         extra: Any = None
         if roles.data_source:
@@ -269,8 +284,38 @@ def _from_rows(
             remedy = "write an object, or set data.columns.extra=null"
             problems.add(number, f"{roles.extra} is not an object", extra, remedy)
             extra = {}
-        drafts.append(Draft(number, prompt, expected, str(data_source), dict(extra)))
+        draft = Draft(number, prompt, expected, str(data_source), dict(extra))
+        if roles.categories:
+            draft.extra[CATEGORIES] = categories_of(row, roles.categories)
+        if roles.choices is not None:
+            draft = _of_choices(draft, row, roles.choices, config, problems)
+        drafts.append(draft)
     return drafts
+
+
+def _of_choices(
+    draft: Draft, row: Mapping[str, Any], column: str, config: DataConfig, problems: Problems
+) -> Draft:
+    """A question with options; ``draft`` itself where its row has none."""
+    _, value = lookup(row, column)
+    try:
+        choices = choices_of(value)
+    except ValueError as error:
+        remedy = "correct the row, or set data.columns.choices=null"
+        problems.add(draft.row, f"{column}: {error}", value, remedy)
+        return draft
+    if not choices:
+        return draft
+    letter = letter_of(draft.answer, choices)
+    if letter is None:
+        what = f"the answer is neither a letter nor one of the {len(choices)} choices of {column}"
+        problems.add(draft.row, what, draft.answer, "correct the row, or drop it")
+        return draft
+    draft.extra["choices"] = choices
+    prompt = draft.prompt
+    if config.show_choices and isinstance(prompt, str):
+        prompt = with_choices(prompt, choices)
+    return draft._replace(prompt=prompt, answer=letter)
 
 
 def _answer(row: int, value: Any, after: str | None, problems: Problems) -> str:

@@ -116,6 +116,30 @@ def training_stream(data: Data, config: Config) -> PromptLoader | WeightedLoader
     return WeightedLoader(sources, weights, seed=config.seed, shuffle=shuffle)
 
 
+def with_steps(config: Config, data: Data) -> Config:
+    """``config`` with the ``trainer.num_steps`` of its ``trainer.num_epochs``.
+
+    An epoch has as many steps as its prompts fill. The stream of prompts leaves none out: what
+    fills no step at the end of an epoch begins the next step.
+
+    Raises:
+        ValueError: the prompts do not fill one step.
+    """
+    epochs = config.trainer.num_epochs
+    if epochs is None:
+        return config
+    num_prompts = len(data.train_prompts)
+    of_epoch = num_prompts // config.batch.prompts_per_step
+    if not of_epoch:
+        raise ValueError(
+            f"trainer.num_epochs = {epochs}: the {num_prompts} prompts of data.train do not fill a"
+            f" step of batch.prompts_per_step = {config.batch.prompts_per_step}; give"
+            " trainer.num_steps and trainer.num_epochs=null, more data, or smaller steps"
+        )
+    trainer = config.trainer.model_copy(update={"num_steps": epochs * of_epoch})
+    return config.model_copy(update={"trainer": trainer})
+
+
 def _without(source: PromptSource, held_out: Sequence[Prompt]) -> PromptSource:
     kept = tuple(without_overlap(source.prompts, held_out))
     dropped = {**source.dropped, _OVERLAP: len(source.prompts) - len(kept)}

@@ -35,7 +35,7 @@ class Draft(NamedTuple):
     prompt: Any  # a text or a list of messages
     answer: str
     data_source: str
-    extra: Mapping[str, Any]
+    extra: dict[str, Any]
     # None: the source has no column of images, so the prompt has no places for any.
     images: tuple[Image, ...] | None = None
 

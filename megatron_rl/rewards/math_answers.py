@@ -49,8 +49,9 @@ class MathVerifier(Verifier):
     r"""Accuracy 1 when the answer equals the expected one as mathematics.
 
     ``\frac{1}{2}``, ``0.5`` and ``1/2`` are equal; ``50\%`` is not ``0.5``. Where the answer has
-    ``\boxed``, only the last complete one is read; without, what math-verify finds last. What
-    cannot be parsed is wrong. An expected answer that cannot be parsed, a time-out and exhausted
+    ``\boxed``, only the last complete one is read; without, what math-verify finds last. The same
+    holds for the expected answer, which may be a whole solution (MATH). What cannot be parsed is
+    wrong. An expected answer that cannot be parsed, a time-out and exhausted
     memory are wrong with a reason. Extracted is the text as math-verify has normalized it: ``0.5``
     and ``\frac{1}{2}`` are one vote, ``1/2`` without a box is another.
     """
@@ -74,10 +75,9 @@ class MathVerifier(Verifier):
     def verify(self, task: Task, answer: str) -> Verdict:
         from math_verify import parse, verify
 
-        expected = task.answer
+        expected = last_boxed(task.answer) or task.answer
         # The library reads formulas between dollars only; a single $ is a currency.
-        is_marked = expected.count("$") > 1 or "\\boxed" in expected
-        if not is_marked:
+        if expected.count("$") <= 1:
             expected = f"${expected.replace('$', '')}$"
         gold = parse(expected, parsing_timeout=None)
         if not gold:

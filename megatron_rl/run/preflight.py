@@ -99,7 +99,7 @@ def _check_room(config: Config, parameters: int, keep_reference: bool) -> None:
     num_kept = kept.keep + 1 + int(kept.keep_best)
     keys = f"checkpoint.keep = {kept.keep}"
     if kept.keep_every_steps:
-        num_kept += config.trainer.num_steps // kept.keep_every_steps
+        num_kept += config.trainer.steps // kept.keep_every_steps
         keys += f" with keep_every_steps = {kept.keep_every_steps}"
     present = disk.used_bytes(folder / CHECKPOINTS)
     if free + present < num_kept * checkpoint_bytes + export_bytes:

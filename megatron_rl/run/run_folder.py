@@ -275,7 +275,7 @@ class RunFolder:
         replace_text(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
         self._writers.append(MetricsFile(self.path / METRICS))
         if wanted.console:
-            self._writers.append(ConsoleLine(config.trainer.num_steps, self._display.console))
+            self._writers.append(ConsoleLine(config.trainer.steps, self._display.console))
         if wanted.tensorboard:
             self._writers.append(tensorboard_writer(self.path))
         if wanted.wandb != "disabled":

@@ -72,6 +72,7 @@ RUNTIME = (
 _MUTABLE = (
     *NON_TRAINING,
     "trainer.num_steps",
+    "trainer.num_epochs",
     "batch.tokens_per_microbatch",
     "batch.share_prompts",
     "model.make_vocab_divisible_by",

@@ -113,6 +113,17 @@ def _with_date_of(record: dict[str, Any] | None, config: Config, today: str | No
     return config.model_copy(update={"data": data})
 
 
+def _with_steps_of(record: dict[str, Any], config: Config) -> Config:
+    """``config`` with the steps that as many epochs have been in the run so far, whose prompts are
+    the same. None where they have not been counted."""
+    written = record["trainer"]
+    trainer = config.trainer
+    if trainer.num_steps is not None or written.get("num_epochs") != trainer.num_epochs:
+        return config
+    trainer = trainer.model_copy(update={"num_steps": written["num_steps"]})
+    return config.model_copy(update={"trainer": trainer})
+
+
 def finished_already(config: Config, world: World) -> bool:
     """Collective: whether the run is finished, down to its export; then its table has been printed.
     Raises ValueError as ``finished_text`` does."""
@@ -143,13 +154,16 @@ def finished_text(config: Config) -> str | None:
     if any(not change.key.startswith("data.") for change in changes):
         _refuse_changes(config, f"{folder} holds", changes)
     step = directory.step_of(newest) or 0
+    config = _with_steps_of(record, config)
+    if config.trainer.num_steps is None:
+        return None
     _refuse_fewer_steps(config, newest, step)
     check_rows(folder / METRICS)
     scores = scores_until(config, step)
     exported = not config.checkpoint.export_at_end or (folder / "export" / "config.json").is_file()
     # The figure is the last thing that a run writes.
     whole = exported and (folder / CURVES).is_file() and not (folder / REQUEUE).exists()
-    over = step == config.trainer.num_steps or scores.exhausted
+    over = step == config.trainer.steps or scores.exhausted
     if changes or not whole or not over:
         return None
     found_at = f"already finished at step {step}, nothing is left to do: {results(config, scores)}"
@@ -263,9 +277,9 @@ def _refuse_changes(config: Config, subject: str, changes: list[Difference]) -> 
 
 def _refuse_fewer_steps(config: Config, checkpoint: Path, step: int) -> None:
     """Raises ValueError when the checkpoint is of a later step than the run is to have."""
-    if step > config.trainer.num_steps:
+    if step > config.trainer.steps:
         raise ValueError(
-            f"trainer.num_steps = {config.trainer.num_steps}: {checkpoint} has {step} steps "
+            f"trainer.num_steps = {config.trainer.steps}: {checkpoint} has {step} steps "
             "already; raise it, give another run_dir, or resume=PATH of an earlier checkpoint"
         )
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config.rules.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
-from megatron_rl.data.reading import Data, training_stream
+from megatron_rl.data.reading import Data, training_stream, with_steps
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
@@ -67,6 +67,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     with display.phase("reading the prompts", name="prompts"):
         vision = vision_of(config.model.path, config.data)
         data = shared_data(config, world, tokenizer, vision)
+        config = with_steps(config, data)
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check([*data.train_prompts, *data.held_out_prompts])
     method, signals = build_method(config, data)
@@ -85,8 +86,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         data = signals.prepare(data, setup)
     loader = training_stream(data, config)
     with display.phase("building the policy", name="policy"):
-        fresh = start.checkpoint is None
-        policy = build_policy(config, signals, vision, read_weights=fresh)
+        policy = build_policy(config, signals, vision, read_weights=start.checkpoint is None)
     decode = text_of(tokenizer)
     parts = SourceParts(
         config=config,

@@ -46,7 +46,7 @@ class Trainer:
 
     def _train(self) -> None:
         folder = self.folder
-        num_steps = self.config.num_steps
+        num_steps = self.config.steps
         self.display.line(f"results go to {folder.path}")
         with self.display.phase("restoring the run", announced=False, name="restore"):
             finished = folder.resume(self.learner.policy, self.source)
@@ -83,7 +83,7 @@ class Trainer:
             experience = self.source.next(step)
             with self.source.training():
                 with clock("logprob"):
-                    experience = experience.at_step(step, self.config.num_steps)
+                    experience = experience.at_step(step, self.config.steps)
                     experience = self.learner.score(experience)
                 with clock("update"):
                     metrics = self.learner.update(step, experience)

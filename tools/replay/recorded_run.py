@@ -174,7 +174,7 @@ class ReplayedRun:
         schedule = self._config.rollout.anneal.schedule
         if schedule is not None:
             experience = replace(experience, annealing=schedule.at(step))
-        scored = self._learner.score(experience.at_step(step, self._config.trainer.num_steps))
+        scored = self._learner.score(experience.at_step(step, self._config.trainer.steps))
         found = rollout_metrics(scored) | self._learner.update(step, scored)
         metrics = {name: _as_written(value) for name, value in found.items()}
         row = self._rows.get(step)

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import yaml
 
-from megatron_rl.config.cli.overrides import SWEEP
+from megatron_rl.config.cli.overrides import SWEEP, options_of
 from megatron_rl.config.load import check_given, compose, conf_dir, known_keys
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import add_plugin_option, load_plugins
@@ -146,7 +146,7 @@ def _parser() -> Parser:
 def _all_groups() -> dict[str, list[str]]:
     """The options of every group of the package, by name."""
     folders = [folder for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
-    return {each.name: sorted(file.stem for file in each.glob("*.yaml")) for each in folders}
+    return {each.name: options_of(each.name, [conf_dir()]) for each in folders}
 
 
 def _check_multirun(options: argparse.Namespace, local_size: int | None) -> None:

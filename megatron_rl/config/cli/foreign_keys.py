@@ -12,9 +12,8 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
     "batch.responses_per_prompt": "n num_generations",
     "batch.prompts_per_step": "train_batch_size batch_size",
     "batch.prompts_per_minibatch": "mini_batch_size",
-    "trainer.num_steps": (
-        "max_steps total_steps total_training_steps num_epochs total_epochs num_train_epochs"
-    ),
+    "trainer.num_steps": "max_steps total_steps total_training_steps",
+    "trainer.num_epochs": "total_epochs num_train_epochs num_episodes total_episodes",
     "checkpoint.every_steps": "save_freq save_steps",
     "evaluation.every_steps": "test_freq eval_steps",
     "rollout.max_prompt_tokens": "max_prompt_length",

@@ -61,7 +61,7 @@ def check(
 def num_optimizer_steps(config: Config) -> int:
     """Optimizer steps of a whole run, the length of the learning-rate schedule."""
     per_rollout = config.batch.prompts_per_step // config.batch.prompts_per_minibatch
-    return config.trainer.num_steps * config.trainer.epochs_per_rollout * per_rollout
+    return config.trainer.steps * config.trainer.epochs_per_rollout * per_rollout
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
@@ -202,6 +202,8 @@ def _weights_in_fp8(config: Config, fp8: Fp8Config) -> Iterator[str]:
 
 def _warn_of_unusual(config: Config) -> None:
     """Settings that a short trial of a long run may have on purpose, and that are else mistakes."""
+    if config.trainer.num_steps is None:
+        return  # of epochs: the prompts have not been read
     optim = config.optim
     steps = num_optimizer_steps(config)
     if optim.warmup_steps > steps:
@@ -213,8 +215,21 @@ def _warn_of_unusual(config: Config) -> None:
         )
 
 
+def _length(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    given = f"trainer.num_steps = {trainer.num_steps}, trainer.num_epochs = {trainer.num_epochs}"
+    if (trainer.num_steps is None) == (trainer.num_epochs is None):
+        yield f"{given}: give exactly one of them, and set the other to null"
+    if trainer.num_epochs is not None and config.data.train_weights is not None:
+        yield (
+            f"{given}: with data.train_weights sources are passed through at different speeds, so"
+            " that an epoch has no end; give trainer.num_steps"
+        )
+
+
 def _training(config: Config) -> Iterator[str]:
-    """Optimizer, memory, checks and checkpoints."""
+    """Length, optimizer, memory, checks and checkpoints."""
+    yield from _length(config)
     optim = config.optim
     if optim.min_learning_rate > optim.learning_rate:
         yield (

@@ -68,6 +68,16 @@ def test_a_warm_up_that_never_ends_is_said(checked, caplog):
     assert checked("optim.warmup_steps=10", "trainer.num_steps=10") == [] and not caplog.text
 
 
+def test_the_length_is_given_once(checked):
+    epochs = ("trainer.num_steps=null", "trainer.num_epochs=2")
+    assert checked(*epochs) == []
+    for wrong in (epochs[:1], epochs[1:]):
+        (problem,) = checked(*wrong)
+        assert "give exactly one of them, and set the other to null" in problem
+    (problem,) = checked(*epochs, "data.train_weights=[1]")
+    assert "trainer.num_epochs = 2: with data.train_weights sources are passed through" in problem
+
+
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_least_value(checked):
     # 65 blocks of 16 tokens, keys and values, 28 layers, 2 heads of 128 on this rank, 2 bytes each
     least = 65 * 16 * 2 * 28 * 2 * 128 * 2

@@ -46,8 +46,8 @@ def test_rows_of_a_jsonl_file(tmp_path):
 
 def test_system_prompt_and_suffix(tmp_path):
     file = jsonl(tmp_path, row())
-    (prompt,) = load(file, system_prompt="Be brief.", prompt_suffix=" Answer:")
-    assert text_of(prompt) == "<system>Be brief.<user>2+2 Answer:<assistant>"
+    (prompt,) = load(file, system_prompt="Be brief.", prompt_prefix="Q: ", prompt_suffix=" Answer:")
+    assert text_of(prompt) == "<system>Be brief.<user>Q: 2+2 Answer:<assistant>"
 
 
 def test_without_template_the_text_is_encoded_as_it_stands(tmp_path):

@@ -12,7 +12,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.columns import column_roles
 from megatron_rl.data.prompts import load_prompts, load_sources
-from megatron_rl.data.reading import read_data, training_stream
+from megatron_rl.data.reading import read_data, training_stream, with_steps
 from megatron_rl.data.rows import Problems
 from megatron_rl.errors import ConfigError
 from tests.unit.data.toy import character_tokenizer, data_config, write
@@ -295,3 +295,23 @@ BAD_NAMES = [
 def test_names_of_another_form_say_how_they_are_written(overrides, message):
     with pytest.raises(ConfigError, match=message):
         config("data.eval=e.jsonl", *overrides)
+
+
+EPOCHS = ("trainer.num_steps=null", "trainer.num_epochs=3", "data.train=train.jsonl")
+
+
+def test_an_epoch_has_the_steps_that_its_prompts_fill(folder):
+    """Of 11 prompts two are held out; the other nine fill four steps of two, three times."""
+    write(folder / "train.jsonl", plain(*map(str, range(10, 19)), "8", "9"))
+    epochs = config("data.eval=eval.jsonl", *EPOCHS, "batch.prompts_per_step=2")
+    counted = with_steps(epochs, read_data(epochs, TOKENIZER))
+    assert (counted.trainer.num_steps, counted.trainer.num_epochs) == (12, 3)
+    given = config("data.eval=eval.jsonl", "trainer.num_steps=5", EPOCHS[-1])
+    assert with_steps(given, read_data(given, TOKENIZER)) == given
+
+
+def test_an_epoch_that_fills_no_step_is_refused(folder):
+    write(folder / "train.jsonl", plain(*map(str, range(10, 19))))
+    epochs = config("data.eval=eval.jsonl", *EPOCHS, "batch.prompts_per_step=10")
+    with pytest.raises(ValueError, match="9 prompts"):
+        with_steps(epochs, read_data(epochs, TOKENIZER))

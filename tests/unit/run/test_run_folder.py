@@ -261,6 +261,23 @@ def test_a_finished_run_says_so_and_is_not_started_again(build, capsys):
     ), "decided by content"
 
 
+def test_a_finished_run_of_epochs_says_so(build):
+    """Its record has their number and the steps that they were."""
+    trainer = build(
+        "trainer.num_steps=2", "trainer.num_epochs=1", "data.template_date='2026-02-03'"
+    )
+    trainer.run()
+    (trainer.folder.path / "export").mkdir()
+    (trainer.folder.path / "export" / "config.json").write_text("{}")
+
+    def is_finished(epochs: int) -> bool:
+        again = build("trainer.num_steps=null", f"trainer.num_epochs={epochs}")
+        return finished_already(config_of(again), WORLD)
+
+    assert is_finished(1)
+    assert not is_finished(2), "how many steps that is, the prompts decide"
+
+
 def test_a_run_that_is_made_longer_has_no_figure_until_it_ends(build):
     """A folder with the figure counts as one whose run has ended."""
     build("trainer.num_steps=2").run()
