@@ -45,8 +45,8 @@ class Output:
         gradient: the loss takes a gradient through it.
         compute: ``(hidden, weight, head, value) -> [t]`` from the last hidden states ``[t, h]``,
             this rank's rows of the output layer, and ``policy.passes.logprobs.Head``; None for
-            those that the policy computes with the logprobs: entropy, topk_logprobs, is_argmax, and
-            prompt_logprobs, which are of the prompts' tokens.
+            those that the policy computes with the logprobs: entropy, topk_logprobs, is_argmax,
+            prompt_logprobs, which are of the prompts' tokens, and experts, which are of all tokens.
     """
 
     name: str
@@ -56,6 +56,9 @@ class Output:
 
 
 Outputs = Sequence[Output]
+# Not of response tokens alone.
+PROMPT_LOGPROBS = "prompt_logprobs"
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class TokenScores:
 
     Attributes:
         columns: the outputs that were asked for, by name. ``prompt_logprobs`` are of all prompts,
-            row after row; that of a prompt's first token means nothing.
+            row after row; that of a prompt's first token means nothing. ``experts`` are of all
+            tokens, as in ``SequenceBatch``.
     """
 
     logprobs: Float[Tensor, " tokens"]

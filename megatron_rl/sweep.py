@@ -7,9 +7,9 @@ Each is an ordinary run in a folder of its own below ``--out``, named after what
 ``method-grpo_seed-1``. A sweep that is started again skips the runs that are finished and continues
 with the others (``resume=auto``); one that is alive elsewhere is left to that. A run that fails
 does not stop the rest. Combinations with equal configurations are run once. ``--parallel 2`` runs
-two at a time, each with its output in ``console.log`` of its folder. At the end a table: one row a
-combination, mean and spread over the seeds, and from two seeds on the difference to the first row
-at equal seed with 95 % intervals. Exit code 1 when a run failed.
+two at a time, each with its output in ``console.log`` of its folder. At the end the table of a
+report: one row a combination, mean and range over the seeds, and the difference to the first row at
+equal seed with 95 % intervals. Exit code 1 when a run failed.
 """
 
 from __future__ import annotations

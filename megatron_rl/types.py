@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import PIL.Image
 import pyarrow
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from megatron_rl.annealing import Annealing
@@ -239,7 +239,8 @@ class SequenceBatch(Sequences):
     ``images``: of each row's prompt, one object for the rows of a prompt; None: no row has any.
     ``temperatures``: of each response token, in the place of the policy's; those of prompt tokens
     are then 1. ``kept``: the only ids that have a probability in the place of each response token,
-    see ``Completion``; None: the whole vocabulary, as of prompt tokens.
+    see ``Completion``; None: the whole vocabulary, as of prompt tokens. ``experts``: those that the
+    routers are to take for each token, see ``models.experts``; None: what they choose.
     """
 
     token_ids: Int[Tensor, " all_tokens"]
@@ -249,6 +250,7 @@ class SequenceBatch(Sequences):
     images: tuple[tuple[Image, ...], ...] | None = None
     temperatures: Float[Tensor, " tokens"] | None = None
     kept: Int[Tensor, "tokens num_kept"] | None = None
+    experts: UInt8[Tensor, "all_tokens width"] | None = None
 
     @property
     def offsets(self) -> Int[Tensor, " responses_plus_1"]:

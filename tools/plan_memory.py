@@ -17,10 +17,9 @@ from dataclasses import fields
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.checks import check
 from megatron_rl.config.schema import Config
-from megatron_rl.planning.advice import problems
 from megatron_rl.planning.at_start import plan
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import MemoryBudget, needed_gib, overhead_gib, phases
+from megatron_rl.planning.phases import MemoryBudget, needed_gib, overhead_gib, phases, problems
 
 
 def main() -> int:

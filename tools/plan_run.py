@@ -29,7 +29,6 @@ from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Method
 from megatron_rl.models import Architecture, read_architecture
-from megatron_rl.planning.advice import no_cache, problems
 from megatron_rl.planning.at_start import plan
 from megatron_rl.planning.engine_memory import (
     GIB,
@@ -38,7 +37,7 @@ from megatron_rl.planning.engine_memory import (
     max_sequences,
 )
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import MemoryBudget, overhead_gib
+from megatron_rl.planning.phases import MemoryBudget, no_cache, overhead_gib, problems
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.signals import signals_of
 from tools.plan_sync import PRESETS, positive, whole

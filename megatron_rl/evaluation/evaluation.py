@@ -1,14 +1,19 @@
-"""Held-out prompts are answered by weights on the disk, through the engine and without a policy."""
+"""Held-out prompts are answered by weights on the disk, through the engine and without a policy;
+the folder that keeps the responses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 
+from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import fingerprint
 from megatron_rl.data.multimodal.vision import vision_of
@@ -17,26 +22,114 @@ from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
 from megatron_rl.engine.weights.stream import expected_tensors
-from megatron_rl.evaluation.evaluation_folder import PROMPTS, EvaluationFolder
-from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights
-from megatron_rl.reporting.answer_file import AnswerRow
-from megatron_rl.reporting.evaluation import evaluation_table
-from megatron_rl.reporting.sinks import Metrics
+from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights, differences
+from megatron_rl.reporting.answer_file import AnswerFile, AnswerRow, steps_there
+from megatron_rl.reporting.evaluation import detailed_metrics, evaluation_table
+from megatron_rl.reporting.row_file import replace_text
+from megatron_rl.reporting.sinks import Metrics, MetricsFile
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.rows.experience import Response, Responses
 from megatron_rl.rollouts.rows.verdicts import excluded_share
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
-from megatron_rl.run.run_record import describe
-from megatron_rl.run.start import METRICS, STACKS, digest_problem
+from megatron_rl.run.run_record import describe, listed, read_record
+from megatron_rl.run.start import CONFIG, METRICS, STACKS, digest_problem
+from megatron_rl.runtime import disk
 from megatron_rl.runtime.display import Display, duration
+from megatron_rl.runtime.guard import lock
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Prompt, Sampling
 from megatron_rl.weight_sync.gather import GatherSync
 
+RESPONSES = "responses"
+PROMPTS = "prompts"  # of config.json: their fingerprint
 # Of a portion of prompts: how often it fills the engines. Between portions they run dry.
 _FILLINGS = 8
 _ROWS_AT_ONCE = 1024  # responses that rank 0 has whole
+logger = logging.getLogger(__name__)
+
+
+class EvaluationFolder:
+    """The folder of an evaluation, touched by rank 0 alone.
+
+    ``config.json`` (settings, as a run has it), ``responses/step_NNNNNN.parquet``,
+    ``metrics.jsonl`` (one row a step); ``.lock``, held while an evaluation is at work.
+
+    Attributes:
+        pass_at: the k of pass@k, computed from all responses that are there.
+    """
+
+    def __init__(self, path: Path, pass_at: Sequence[int]) -> None:
+        self.path = path
+        self.pass_at = pass_at
+        self._rows: dict[int, Metrics] = {}
+
+    def prepare(
+        self, record: Mapping[str, Any], weights: Sequence[Weights], launch_id: str
+    ) -> list[set[str]]:
+        """Takes the folder for this launch; the uids of the prompts that each of ``weights`` has
+        answered already.
+
+        Raises:
+            ValueError: it cannot be written, is in use, holds something else than an evaluation,
+                one with other settings, or answers of other weights of the same step.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.hold(self.path, launch_id)
+        except OSError as error:
+            raise ValueError(
+                f"--out {self.path}: cannot be written ({error.strerror}: {error.filename}); give a"
+                " folder to write into"
+            ) from None
+        self._refuse_other(record)
+        answered = []
+        for each in weights:
+            file = self.file(each)
+            file.check()
+            if file.is_whole:
+                logger.info("step %d: all its prompts are answered in %s", each.step, file.path)
+            answered.append(file.answered())
+        with disk.room_for(self.path, 0, "the settings"):
+            replace_text(self.path / CONFIG, json.dumps(record, indent=2) + "\n")
+        return answered
+
+    def file(self, weights: Weights) -> AnswerFile:
+        """The responses of one step."""
+        return AnswerFile(self.path / RESPONSES, weights.step, weights.fingerprint)
+
+    def write_metrics(self) -> list[Metrics]:
+        """``metrics.jsonl`` of every step whose responses are there; returns its rows."""
+        folder = self.path / RESPONSES
+        for step, weights in steps_there(folder).items():
+            if step not in self._rows:
+                judged = AnswerFile(folder, step, weights).judged()
+                self._rows[step] = {"step": step, **detailed_metrics(judged, self.pass_at)}
+        rows = [self._rows[step] for step in sorted(self._rows)]
+        with disk.room_for(self.path, 0, "the metrics"):
+            partial = self.path / f"{METRICS}{PARTIAL}"
+            partial.unlink(missing_ok=True)
+            write = MetricsFile(partial)
+            for row in rows:
+                write(row)
+            partial.replace(self.path / METRICS)
+        return rows
+
+    def _refuse_other(self, record: Mapping[str, Any]) -> None:
+        old = read_record(self.path / CONFIG)
+        if old is None and not (self.path / METRICS).exists():
+            return
+        if old is None or PROMPTS not in old:
+            raise ValueError(
+                f"--out {self.path}: holds something else than an evaluation ({CONFIG} or {METRICS}"
+                " of a run); give another folder"
+            )
+        changes = differences(old, record)
+        if changes:
+            raise ValueError(
+                f"--out {self.path}: holds an evaluation with other settings:{listed(changes)}\nset"
+                " these as they were, or give another --out"
+            )
 
 
 def evaluate(

@@ -14,10 +14,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.loss import Method
 from megatron_rl.models import read_architecture
 from megatron_rl.planning import memory
-from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import workload
-from megatron_rl.planning.phases import MemoryBudget
+from megatron_rl.planning.phases import MemoryBudget, describe, problems
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.runtime.launch import World

@@ -20,7 +20,15 @@ from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, 
 from megatron_rl.models import read_architecture
 from megatron_rl.models.base import vision_problems
 from megatron_rl.models.parameter_map import padded_vocab
-from megatron_rl.passes import LocalBatch, Outputs, TokenLoss, TokenScores, UpdateResult
+from megatron_rl.passes import (
+    EXPERTS,
+    PROMPT_LOGPROBS,
+    LocalBatch,
+    Outputs,
+    TokenLoss,
+    TokenScores,
+    UpdateResult,
+)
 from megatron_rl.policy import optimizer, patches
 from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.batches.batching import Batching
@@ -31,7 +39,6 @@ from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.model import build_chunks, transformer_config
 from megatron_rl.policy.not_finite import check_weights
 from megatron_rl.policy.passes.forward import (
-    PROMPT_LOGPROBS,
     Passes,
     ScoreBuffer,
     Totals,
@@ -41,6 +48,7 @@ from megatron_rl.policy.passes.forward import (
     reduce_totals,
     set_hooks,
 )
+from megatron_rl.policy.passes.routing import ExpertRecord, Routing, prompt_sources
 from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
 from megatron_rl.policy.reference import Reference
@@ -110,7 +118,10 @@ class MegatronPolicy:
         self._by_key = {item.key: item.tensor for item in self.held}
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
         vocab_size = self.arch.vocab_size
-        self._passes = Passes(self.chunks, self.ranks, vocab_size, settings.temperature)
+        self._routing = Routing(self.chunks, self.arch, self.ranks)
+        self._passes = Passes(
+            self.chunks, self.ranks, vocab_size, settings.temperature, self._routing
+        )
         self.batching = self._build_batching()
         self._log_choices()
 
@@ -185,17 +196,32 @@ class MegatronPolicy:
         temperature: float | None = None,
     ) -> TokenScores:
         """See protocols.Policy. Sequences that no micro-batch names score 0; a micro-batch may be
-        empty. ``temperature``: instead of that of the settings."""
+        empty. ``temperature``: instead of that of the settings. A reference chooses its experts by
+        its own weights: with those of another it would be a third model."""
         self._offload.require("weights")
-        prompts = any(output.name == PROMPT_LOGPROBS for output in outputs)
+        if reference:
+            batch = replace(batch, batch=replace(batch.batch, experts=None))
+        names = {output.name for output in outputs}
+        prompts = PROMPT_LOGPROBS in names
         buffer = self._buffer(batch, outputs, prompt_places(*batch.work) if prompts else None)
         passes = self._passes
         if temperature is not None:
             passes = replace(passes, temperature=temperature)
-        with self._weights(reference), logprob_format(self.config, self.precision), platform():
+        record: ExpertRecord | None = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._weights(reference))
+            stack.enter_context(logprob_format(self.config, self.precision))
+            stack.enter_context(platform())
+            if EXPERTS in names:
+                record = stack.enter_context(self._routing.recording(batch.batch, self.device))
             packed = self.batching.packed(*batch.work, prompts=prompts)
             buffer.fill(passes, packed, outputs)
-        return buffer.read()
+        scores = buffer.read()
+        if record is None:
+            return scores
+        sources = prompt_sources(*batch.work, self.batching.packer.share)
+        experts = record.read(sources, self.ranks.replica_group)
+        return replace(scores, columns={**scores.columns, EXPERTS: experts})
 
     def update(
         self,

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import isfinite
+from math import comb, isfinite
 from statistics import fmean
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from megatron_rl.reporting.intervals import bootstrap
-from megatron_rl.reporting.pass_at_k import pass_at_k
 from megatron_rl.reporting.report import table
 
 Metrics = dict[str, float]
@@ -147,6 +146,28 @@ def _of_prompts(judged: Judged, pass_at: Sequence[int]) -> dict[str, list[float]
     if max(sampled) > 1:
         values[f"eval/maj_at_{max(sampled)}"] = _majorities(judged.with_verdict)
     return {key: of_prompts for key, of_prompts in values.items() if of_prompts}
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """pass@k = 1 - C(num_samples - num_correct, k) / C(num_samples, k) of one prompt.
+
+    It is the unbiased estimate: the share of the k-subsets of the samples that contain a correct
+    one. Exact integers, one division.
+
+    Example: of 4 samples 1 is correct. Of the 6 pairs 3 are of wrong ones alone, so pass@2 is 0.5.
+
+    Raises:
+        ValueError: k is not within 1 .. num_samples.
+
+    Source: Chen et al. 2021, arXiv 2107.03374, equation 1.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(
+            f"evaluation.pass_at = {k}: must lie within 1 and the {num_samples} responses of a"
+            " prompt"
+        )
+    assert 0 <= num_correct <= num_samples
+    return 1 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def _majorities(judged: Judged) -> list[float]:

@@ -1,8 +1,9 @@
-"""Reading ``metrics.jsonl``."""
+"""Reading ``metrics.jsonl``, and the keys of pass@k in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from megatron_rl.reporting.row_file import read_rows
 
 Row = dict[str, float | int | None]  # a value that was not finite is null
+PASS_AT = "eval/pass_at_"  # the k follows
+_PASS_AT_K = re.compile(rf"{PASS_AT}(\d+)")  # with a "/SOURCE" after it, it is another metric
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -52,3 +55,9 @@ def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
     for index in np.flatnonzero(np.isfinite(values)):
         smoothed[index] = np.nanmean(values[max(0, index - half) : index + half + 1])
     return smoothed
+
+
+def pass_at_ks(rows: Iterable[Row]) -> list[int]:
+    """The k of which a row has pass@k, ascending."""
+    keys = {key for row in rows for key, value in row.items() if value is not None}
+    return sorted(int(found[1]) for found in map(_PASS_AT_K.fullmatch, keys) if found)

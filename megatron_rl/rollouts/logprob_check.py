@@ -80,42 +80,35 @@ def _last(token_ids: Sequence[int], wanted: int | None) -> int:
     return max(place for place, token in enumerate(token_ids) if token == wanted)
 
 
+@dataclass
 class LogprobCheck:
-    """Compares logprobs at temperature 1 of the tokens of each sequence behind its context."""
+    """Compares logprobs at temperature 1 of the tokens of each sequence behind its context.
 
-    def __init__(
-        self,
-        score: ScoreBatch,
-        engine: Scoring,
-        world: World,
-        sequences: Sequence[CheckSequence],
-        *,
-        every: int,
-        tolerance: float | None,
-    ) -> None:
-        """Due at the first sync and whenever version % ``every`` == 0. ``tolerance``: largest mean
-        difference in nats; None: any."""
-        self._score = score
-        self._engine = engine
-        self._world = world
-        self._sequences = sequences
-        self._every = every
-        self._tolerance = tolerance
-        self._is_first = True
+    Due at the first sync and whenever version % ``every`` == 0. ``tolerance``: largest mean
+    difference in nats; None: any.
+    """
+
+    score: ScoreBatch
+    engine: Scoring
+    world: World
+    sequences: Sequence[CheckSequence]
+    every: int
+    tolerance: float | None
+    _is_first: bool = True
 
     def expected(self, version: int) -> Float[Tensor, " tokens"] | None:
         """Collective. What the policy says, equal on all ranks; None when no comparison is due.
         Needs the policy's weights."""
-        is_due = self._is_first or version % self._every == 0
+        is_due = self._is_first or version % self.every == 0
         self._is_first = False
         if not is_due:
             return None
-        rows = self._sequences
+        rows = self.sequences
         pairs = [
             (row.token_ids[: row.num_context], row.token_ids[row.num_context :]) for row in rows
         ]
         batch = sequence_batch(pairs, images=[row.images for row in rows])
-        return self._score(batch).logprobs.cpu()
+        return self.score(batch).logprobs.cpu()
 
     def check(self, report: SyncReport, expected: Float[Tensor, " tokens"]) -> SyncReport:
         """Collective. The engine scores all sequences; returns the report with mean and largest
@@ -127,25 +120,25 @@ class LogprobCheck:
         Raises:
             WeightSyncError: on every rank: the mean is above the tolerance, or not a number.
         """
-        ids = [one.token_ids for one in self._sequences]
-        rows = self._engine.score(ids, [one.images for one in self._sequences])
+        ids = [one.token_ids for one in self.sequences]
+        rows = self.engine.score(ids, [one.images for one in self.sequences])
         # The engine scores all tokens but the first: the logprob of token n is number n - 1.
-        pairs = zip(self._sequences, rows, strict=True)
+        pairs = zip(self.sequences, rows, strict=True)
         wanted = [row[one.num_context - 1 :] for one, row in pairs]
         scored = torch.tensor(list(chain.from_iterable(wanted)))
         difference = (scored - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         place = difference.argmax()
         values = (difference.mean(), difference[place], scored[place], expected[place])
         mean, *at_worst = (value.item() for value in values)
-        of_all = self._world.all_gather((mean, self._engine.replica, *at_worst))
+        of_all = self.world.all_gather((mean, self.engine.replica, *at_worst))
         # Tuples are compared by their first value, the mean: the replica where it is worst.
         mean, replica, largest, engine_says, policy_says = max(of_all)
-        if self._tolerance is not None and mean > self._tolerance:
+        if self.tolerance is not None and mean > self.tolerance:
             raise WeightSyncError(
                 f"step {report.version}: after the weight sync rollout engine (replica {replica})"
                 f" and policy differ by {mean:.3g} nats in the logprob of a token on average, by"
                 f" {largest:.3g} at most ({engine_says:.4g} and {policy_says:.4g}),"
-                f" weight_sync.logprob_check_tolerance is {self._tolerance:g}. The engine does not"
+                f" weight_sync.logprob_check_tolerance is {self.tolerance:g}. The engine does not"
                 " hold the policy's weights, or computes another model; where both are right and"
                 " only rounding differs, raise it"
             )

@@ -88,9 +88,16 @@ class Signals:
 
     def check(self, prompts: Sequence[Prompt], config: Config) -> None:
         """Raises ValueError where a signal cannot be computed of the training prompts, or of a
-        policy that is restricted to the tokens that the sampler keeps."""
+        policy that is restricted to the tokens that the sampler keeps, or whose experts are
+        given."""
         rollout = config.rollout
         for signal in self.members:
+            if rollout.router_replay != "none" and type(signal).extend is not Signal.extend:
+                raise ValueError(
+                    f"rollout.router_replay = {rollout.router_replay}: the method reads"
+                    f" {_first_column(type(signal))}, for which updates have tokens that no pass"
+                    " before has chosen experts for; set it to none, or choose another method"
+                )
             if rollout.is_truncated and not _fits_kept_tokens(signal):
                 raise ValueError(
                     f"rollout.top_p = {rollout.top_p:g}, rollout.top_k = {rollout.top_k}: the"

@@ -230,6 +230,7 @@ def build_learner(
         ),
         placement=Placement(policy.batching, world),
         update_matches_score=fp8 is None or fp8.logprobs == "same",
+        records_experts=config.rollout.router_replay == "old_policy",
     )
 
 

@@ -24,7 +24,7 @@ from megatron_rl.annealing import policy_temperatures
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.passes import UpdateResult
+from megatron_rl.passes import EXPERTS, UpdateResult
 from megatron_rl.rollouts.rows.exchange import gathered_on_main
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime import random_state
@@ -47,7 +47,7 @@ TOKEN_COLUMN = "token_column."
 # Of a batch of sequences, an experience and its credit: what stands under its own name.
 OF_SEQUENCES = (
     *("token_ids", "prompt_lengths", "response_lengths"),
-    *("prompt_index", "temperatures", "kept"),
+    *("prompt_index", "temperatures", "kept", EXPERTS),
 )
 OF_EXPERIENCE = ("group_ids", "rewards", "correct", "truncated", "num_sampled")
 OF_CREDIT = ("advantages", "kl_weights", "keep")
@@ -89,8 +89,13 @@ def write_bundle(
     folder."""
     path = Path(config.run_dir) / "nonfinite" / f"step_{minibatch.step:06d}"
     experience = minibatch.experience
-    prompts = experience.responses.prompts
-    tokens = gathered_on_main(experience.scored_tokens, experience.responses, world)
+    responses = experience.responses
+    prompts = responses.prompts
+    tokens = gathered_on_main(experience.scored_tokens, responses, world)
+    experts = responses.experts
+    if experts is not None:
+        lengths = experience.sequences.lengths.numpy()
+        experts = gathered_on_main(experts, responses, world, lengths)
     states = world.all_gather(random_state.capture())
     facts = BundleFacts(
         step=minibatch.step,
@@ -112,7 +117,7 @@ def write_bundle(
         values = json.dumps(config.model_dump(mode="json"), indent=1)
         (path / CONFIG).write_text(values + "\n", encoding="utf-8")
         torch.save(states, path / RANDOM)
-        save_file(_tensors(experience, tokens), path / BATCH)
+        save_file(_tensors(experience, tokens, experts), path / BATCH)
         _write_images(path / IMAGES, [prompt.images for prompt in prompts])
 
     world.from_main(write)
@@ -120,8 +125,10 @@ def write_bundle(
     return path
 
 
-def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
-    """``tokens``: all of them."""
+def _tensors(
+    experience: Experience, tokens: TokenRows, experts: TokenRows | None
+) -> dict[str, Tensor]:
+    """``tokens`` and ``experts``: all of them."""
     prompts = [prompt.token_ids for prompt in experience.responses.prompts]
     pairs = list(zip(prompts, tokens.views("token_ids"), strict=True))
     responses = experience.responses
@@ -129,6 +136,8 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
     sequences = replace(sequence_batch(pairs, experience.group_ids), temperatures=temperatures)
     if "kept" in tokens.columns:
         sequences = replace(sequences, kept=torch.from_numpy(tokens.columns["kept"]))
+    if experts is not None:
+        sequences = replace(sequences, experts=torch.from_numpy(experts.columns[EXPERTS]))
     tensors: dict[str, Tensor | None] = {
         (TOKEN_COLUMN if name in experience.token_columns else "") + name: torch.from_numpy(values)
         for name, values in tokens.columns.items()

@@ -31,22 +31,20 @@ class Minibatch:
 WriteBundle = Callable[[Minibatch, UpdateResult | None], Path]
 
 
+@dataclass
 class Health:
     """Judges what every rank knows alike, so that all ranks come to the same verdict."""
 
-    def __init__(
-        self, nonfinite: NonFiniteConfig, limits: MismatchLimits, write_bundle: WriteBundle
-    ) -> None:
-        self._nonfinite = nonfinite
-        self._limits = limits
-        self._write_bundle = write_bundle
-        self._skipped_in_a_row = 0
+    nonfinite: NonFiniteConfig
+    limits: MismatchLimits
+    write_bundle: WriteBundle
+    _skipped_in_a_row: int = 0
 
     def before(self, minibatch: Minibatch) -> None:
         """Collective where ``nonfinite.bundle_step`` asks for a bundle of this step (its first
         minibatch)."""
-        if minibatch.step == self._nonfinite.bundle_step and minibatch.number == 1:
-            path = self._write_bundle(minibatch, None)
+        if minibatch.step == self.nonfinite.bundle_step and minibatch.number == 1:
+            path = self.write_bundle(minibatch, None)
             logger.info("step %d: bundle written to %s", minibatch.step, path)
 
     def after(self, minibatch: Minibatch, result: UpdateResult) -> None:
@@ -69,7 +67,7 @@ class Health:
             result.grad_norm,
             self._skipped_in_a_row,
         )
-        if self._skipped_in_a_row == self._nonfinite.stop_after:
+        if self._skipped_in_a_row == self.nonfinite.stop_after:
             raise NonFiniteError(
                 f"step {minibatch.step}, minibatch {minibatch.number}: loss {result.loss:g},"
                 f" gradient norm {result.grad_norm:g}; {self._skipped_in_a_row} optimizer steps in"
@@ -81,7 +79,7 @@ class Health:
     def _bundle(self, minibatch: Minibatch, result: UpdateResult) -> str:
         """Writes the bundle; a disk that is full must not hide why the run stops."""
         try:
-            path = self._write_bundle(minibatch, result)
+            path = self.write_bundle(minibatch, result)
         except OSError as error:
             return f"The minibatch could not be written: {first_line(error)}."
         return f"To see where it comes from: python tools/replay_step.py {path}."
@@ -94,7 +92,7 @@ class Health:
             ValueError: the largest difference is above ``mismatch_limits.abort_above``.
         """
         mean = mismatch["mismatch/logprob_abs_diff_mean"]
-        warn_above = self._limits.warn_above
+        warn_above = self.limits.warn_above
         if warn_above is not None and not mean <= warn_above:
             logger.warning(
                 "step %d: mismatch/logprob_abs_diff_mean = %.3g is above"
@@ -104,7 +102,7 @@ class Health:
                 warn_above,
             )
         largest = mismatch["mismatch/logprob_abs_diff_max"]
-        abort_above = self._limits.abort_above
+        abort_above = self.limits.abort_above
         if abort_above is not None and not largest <= abort_above and not skipped:
             raise ValueError(
                 f"step {step}: mismatch/logprob_abs_diff_max = {largest:.3g} is above"

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.loss import Credit, Method, ResponseBatch
-from megatron_rl.passes import TokenScores, UpdateResult
+from megatron_rl.passes import EXPERTS, Output, TokenScores, UpdateResult
 from megatron_rl.protocols import Policy
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.rollouts.rows.metrics import credit_metrics, token_metrics, update_metrics
@@ -56,6 +56,7 @@ class Learner:
 
     Attributes:
         signals: of the method; their state is part of checkpoints.
+        records_experts: updates take the experts of the pass that gives the old logprobs.
         update_matches_score: the policy's updates compute logprobs in the number format of its
             scores, so that those of an update's own forward may stand in for a pass of their own.
     """
@@ -67,6 +68,7 @@ class Learner:
     plan: MinibatchPlan
     placement: Placement
     update_matches_score: bool
+    records_experts: bool = False
 
     def score(self, experience: Experience) -> Experience:
         """Collective: brings tokens to their owners, and adds the credit, what the method reads of
@@ -78,7 +80,7 @@ class Learner:
         if self.signals.needs("ref"):
             experience = replace(experience, ref=self._scores(experience, reference=True))
         if self.signals.needs("old"):  # the credit is computed from old logprobs
-            experience = replace(experience, old=self._scores(experience))
+            experience = self._with_old(experience)
         view = self.view(experience)
         of_tokens, columns = self.signals.after_rollout(view)
         experience = replace(experience, token_columns=of_tokens, columns=columns)
@@ -88,7 +90,7 @@ class Learner:
         experience = replace(experience, credit=credit)
         if experience.old is not None or self._update_gives_old_logprobs(experience):
             return experience
-        return replace(experience, old=self._scores(experience))
+        return self._with_old(experience)
 
     def _with_num_sampled(self, experience: Experience) -> Experience:
         """Collective where responses have tokens that were not sampled."""
@@ -146,9 +148,18 @@ class Learner:
         every_row = bool(experience.credit.keep.all())
         return self.update_matches_score and self.plan.is_single(experience) and every_row
 
+    def _with_old(self, experience: Experience) -> Experience:
+        scores = self._scores(experience)
+        columns = dict(scores.columns)
+        experts = columns.pop(EXPERTS, None)
+        experience = replace(experience, old=TokenScores(scores.logprobs, columns))
+        return experience if experts is None else experience.with_experts(experts)
+
     def _scores(self, experience: Experience, *, reference: bool = False) -> TokenScores:
         assert experience.local is not None
-        outputs = () if reference else self.signals.score_outputs
+        outputs = () if reference else tuple(self.signals.score_outputs)
+        if self.records_experts and not reference:
+            outputs = (*outputs, Output(EXPERTS))
         scores = self.policy.score(experience.local, outputs, reference=reference)
         return scores.map(Tensor.cpu)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_rl.annealing import policy_temperatures
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.passes import LocalBatch
+from megatron_rl.passes import EXPERTS, LocalBatch
 from megatron_rl.protocols import BatchSharding
 from megatron_rl.rollouts.rows.exchange import exchange_rows
 from megatron_rl.rollouts.rows.experience import Experience
@@ -57,9 +57,15 @@ class Placement:
         plan = self.sharding.plan(experience.sequences, everything)
         owners = owning_ranks([plan], len(responses), self.sharding.owners)
         route = Route(responses.lengths, responses.holders, owners)
-        placed = self._placed(experience, plan, exchange_rows(responses.tokens, route, self.world))
-        responses = replace(responses, tokens=placed.tokens, holders=owners)
-        return replace(experience, responses=responses, local=placed.local)
+        tokens = exchange_rows(responses.tokens, route, self.world)
+        experts = responses.experts
+        if experts is not None:
+            experts = exchange_rows(experts, _of_sequences(route, experience), self.world)
+        placed = self._placed(experience, plan, tokens, experts)
+        responses = replace(responses, tokens=placed.tokens, holders=owners, experts=None)
+        experience = replace(experience, responses=responses, local=placed.local)
+        given = placed.local.batch.experts
+        return experience if given is None else experience.with_experts(given)
 
     def rebalanced_for(self, experience: Experience, rows: Sequence[int]) -> Placed:
         """Collective: what a pass over ``rows`` needs, of an experience that is with its owners."""
@@ -71,9 +77,12 @@ class Placement:
         plan = self.sharding.plan(experience.sequences, rows)
         route = self._route(experience, plan, rows)
         stays = np.array_equal(route.source, route.target)
+        experts = experience.responses.experts
         if not stays:
             tokens = exchange_rows(tokens, route, self.world)
-        return self._placed(experience, plan, tokens, everywhere=stays)
+            if experts is not None:
+                experts = exchange_rows(experts, _of_sequences(route, experience), self.world)
+        return self._placed(experience, plan, tokens, experts, everywhere=stays)
 
     def of_all_rows(
         self, rows: Int[np.ndarray, " rows"], values: np.ndarray, num_rows: int
@@ -102,26 +111,20 @@ class Placement:
         return Route(responses.lengths, source, target)
 
     def _placed(
-        self, experience: Experience, plan: Plan, held: TokenRows, *, everywhere: bool = False
+        self,
+        experience: Experience,
+        plan: Plan,
+        held: TokenRows,
+        experts: TokenRows | None,
+        *,
+        everywhere: bool = False,
     ) -> Placed:
-        """``held``: the rows of the plan on their owners, or (``everywhere``) on all that
-        work on them."""
+        """``held`` and ``experts``: the rows of the plan on their owners, or (``everywhere``) on
+        all that work on them."""
         microbatches = plan[self.sharding.data_rank]
         own = np.array(sorted(chain.from_iterable(microbatches)), dtype=np.int64)
         lengths = experience.responses.lengths[own]
-        if everywhere or self._owns:
-            tokens = held.take(own)
-        else:
-            # Not the owner: room for what it gives below.
-            num_tokens = int(lengths.sum())
-            columns = {
-                name: np.empty((num_tokens, *values.shape[1:]), values.dtype)
-                for name, values in held.columns.items()
-            }
-            tokens = TokenRows(own, lengths, columns)
-        if not everywhere:
-            for values in tokens.columns.values():
-                self.sharding.give(torch.from_numpy(values))
+        tokens = self._given(held, own, lengths, everywhere)
         prompts = [experience.responses.prompts[row] for row in own]
         views = tokens.views("token_ids")
         batch = sequence_batch(
@@ -136,10 +139,38 @@ class Placement:
             temperatures=temperatures,
             kept=None if kept is None else torch.from_numpy(kept),
         )
+        if experts is not None:
+            experts = self._given(experts, own, batch.lengths.numpy(), everywhere)
+            batch = replace(batch, experts=torch.from_numpy(experts.columns[EXPERTS]))
         # By their places in the batch, whose rows are in increasing order.
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
         return Placed(tokens, LocalBatch(batch, places, torch.from_numpy(own)))
 
+    def _given(
+        self, held: TokenRows, own: np.ndarray, lengths: np.ndarray, everywhere: bool
+    ) -> TokenRows:
+        """The rows ``own``, whose tokens are ``lengths``."""
+        if everywhere:
+            return held.take(own)
+        if self._owns:
+            tokens = held.take(own)
+        else:
+            # Not the owner: room for what it gives below.
+            num_tokens = int(lengths.sum())
+            columns = {
+                name: np.empty((num_tokens, *values.shape[1:]), values.dtype)
+                for name, values in held.columns.items()
+            }
+            tokens = TokenRows(own, lengths, columns)
+        for values in tokens.columns.values():
+            self.sharding.give(torch.from_numpy(values))
+        return tokens
+
     @property
     def _owns(self) -> bool:
         return self.sharding.owners[self.sharding.data_rank] == self.world.rank
+
+
+def _of_sequences(route: Route, experience: Experience) -> Route:
+    """Of rows with the tokens of prompts too."""
+    return replace(route, lengths=experience.sequences.lengths.numpy())

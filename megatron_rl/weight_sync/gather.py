@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -70,18 +71,16 @@ class GatherSync:
         return SyncReport(version, stream.num_tensors, sent_bytes, stream.num_bytes, seconds)
 
 
+@dataclass
 class _TensorStream:
     """The gathered tensors on their way to the engine: counted, and digested if requested."""
 
-    def __init__(
-        self, weights: Iterator[tuple[str, Tensor]], progress: SyncProgress, digested: bool
-    ) -> None:
-        self.weights = weights
-        self.progress = progress
-        self.digested = digested
-        self.digests: dict[str, str] = {}
-        self.num_tensors = 0
-        self.num_bytes = 0
+    weights: Iterator[tuple[str, Tensor]]
+    progress: SyncProgress
+    digested: bool
+    digests: dict[str, str] = field(default_factory=dict)
+    num_tensors: int = 0
+    num_bytes: int = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.progress.stage = Stage.GATHERING

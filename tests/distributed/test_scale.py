@@ -19,10 +19,9 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.layout_rules import stage_layers
 from megatron_rl.config.schema import Config
 from megatron_rl.models import architecture_from
-from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.at_start import plan as memory_plan
 from megatron_rl.planning.parameter_counts import stage_counts
-from megatron_rl.planning.phases import MemoryBudget
+from megatron_rl.planning.phases import MemoryBudget, describe, problems
 from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
 from tests.distributed.big_models import CASES, CONFIGS, Case, train_layout, write_config
 from tests.distributed.fake_world import Kind

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.rollouts.backends import launch
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.experience import Experience
-from megatron_rl.runtime import store_queue
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Prompt, Sampling, Score
@@ -147,19 +147,19 @@ def test_the_same_experience_for_any_number_of_replicas_and_any_timing(method: s
 def mailed() -> tuple[int, int]:
     """Bytes of all messages of this rank in a step, and the tokens it has sampled."""
     sizes = []
-    store_queue.pickle = _Counting(sizes)
+    launch.pickle = _Counting(sizes)
     try:
         source = rollouts(2, 1, PLAIN, replace(SAMPLING, max_response_tokens=5000))
         experience = source.collect(1)
     finally:
-        store_queue.pickle = _Counting.plain
+        launch.pickle = _Counting.plain
     return sum(sizes), int(experience.responses.tokens.lengths.sum())
 
 
 class _Counting:
     """``pickle`` that notes what it writes."""
 
-    plain = store_queue.pickle
+    plain = launch.pickle
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes

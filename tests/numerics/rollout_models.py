@@ -96,6 +96,7 @@ def engine_config(**changes: object) -> RolloutConfig:
         "anneal": AnnealConfig(**(ANNEAL | {"start": None})),
         "top_p": 1.0,
         "top_k": -1,
+        "router_replay": "none",
         "max_prompt_tokens": 300,
         "max_response_tokens": 64,
         "response_stages": None,

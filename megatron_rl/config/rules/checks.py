@@ -292,6 +292,12 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
             f" {config.model.path} sees none; give one that does (Qwen2.5-VL), or choose another"
             " method"
         )
+    replay = config.rollout.router_replay
+    if replay != "none" and not sizes.num_experts:
+        yield (
+            f"rollout.router_replay = {replay}: the model of model.path = {config.model.path} has"
+            " no experts; set it to none"
+        )
     top_k = config.rollout.top_k
     if sizes.vocab_size and top_k > sizes.vocab_size:
         yield f"rollout.top_k = {top_k}: the model has {sizes.vocab_size} tokens; set at most that"

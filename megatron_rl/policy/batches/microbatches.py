@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from megatron_rl.models.experts import NOT_GIVEN
 from megatron_rl.policy.passes.attention import Packing
 from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.runtime.device import to_device
@@ -59,8 +60,9 @@ class Microbatch:
     ``rows[i]`` is a place among the t tokens, ``targets[i]`` a token that follows it (several
     follow the end of a shared prompt), ``index[i]`` that token's place in the response-token layout
     of the batch (on the host, unlike the others). ``temperatures[i]`` divides the logits of that
-    token; None: all have the policy's. ``kept[i]``: see ``logprobs.Head``. An empty micro-batch
-    holds one dummy sequence and no rows.
+    token; None: all have the policy's. ``kept[i]``: see ``logprobs.Head``. ``places``: of the t
+    tokens among those of the batch, -1 of padding, on the host; ``experts``: as there. An empty
+    micro-batch holds one dummy sequence and no rows.
     """
 
     token_ids: Int[Tensor, "1 t"]
@@ -69,9 +71,11 @@ class Microbatch:
     rows: Int[Tensor, " n"]
     targets: Int[Tensor, " n"]
     index: Int[Tensor, " n"]
+    places: Int[Tensor, " t"]
     empty: bool
     temperatures: Float[Tensor, " n"] | None = None
     kept: Int[Tensor, "n num_kept"] | None = None
+    experts: UInt8[Tensor, "t width"] | None = None
 
 
 def borrowed_prompts(
@@ -202,16 +206,26 @@ class Packer:
         state_rows, targets, index = (torch.zeros(0, dtype=torch.long),) * 3
         if rows:
             state_rows, targets, index = _predictions(sequences, layout, prompts)
+        places = _places(sequences, layout)
+        # Those of padding, and of the dummy sequence, become 0.
+        token_ids = _chosen(sequences.batch.token_ids, places, 0)
+        if not rows:
+            places = torch.full_like(places, -1)
+        experts = None
+        if batch.experts is not None:
+            experts = to_device(_chosen(batch.experts, places, NOT_GIVEN), self.device)
         return Microbatch(
-            token_ids=to_device(_token_ids(sequences, layout)[None], self.device),
+            token_ids=to_device(token_ids[None], self.device),
             position_ids=to_device(layout.position[None], self.device),
             packing=packing,
             rows=to_device(state_rows, self.device),
             targets=to_device(targets, self.device),
             index=index,
+            places=places,
             empty=not rows,
             temperatures=self._of_responses(batch.temperatures, index, 1.0),
             kept=self._of_responses(batch.kept, index, -1),
+            experts=experts,
         )
 
     def _of_responses(
@@ -295,13 +309,17 @@ def _layout(sequences: _PackedRows, padded: Tensor) -> _Layout:
     return _Layout(sequence, position, starts)
 
 
-def _token_ids(sequences: _PackedRows, layout: _Layout) -> Tensor:
-    """Ids of the packed tokens, 0 for padding."""
-    token_ids = sequences.batch.token_ids
-    source = sequences.batch.offsets[sequences.chosen][layout.sequence] + layout.position
-    # Padding after the last sequence would read beyond the batch.
-    stored = token_ids[source.clamp(max=token_ids.numel() - 1)]
-    return torch.where(layout.position < sequences.lengths[layout.sequence], stored, 0)
+def _places(sequences: _PackedRows, layout: _Layout) -> Tensor:
+    """Of the packed tokens among those of the batch, -1 for padding."""
+    places = sequences.batch.offsets[sequences.chosen][layout.sequence] + layout.position
+    return torch.where(layout.position < sequences.lengths[layout.sequence], places, -1)
+
+
+def _chosen(values: Tensor, places: Tensor, of_padding: int) -> Tensor:
+    """``values`` of the tokens at ``places``."""
+    chosen = values[places]
+    chosen[places < 0] = of_padding
+    return chosen
 
 
 def _predictions(

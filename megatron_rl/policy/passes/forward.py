@@ -16,7 +16,15 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.passes import Output, Outputs, TokenLoss, TokenScores, TokenView
+from megatron_rl.passes import (
+    EXPERTS,
+    PROMPT_LOGPROBS,
+    Output,
+    Outputs,
+    TokenLoss,
+    TokenScores,
+    TokenView,
+)
 from megatron_rl.policy.batches.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.passes.logprobs import (
@@ -26,12 +34,13 @@ from megatron_rl.policy.passes.logprobs import (
     TokenValues,
     token_values,
 )
+from megatron_rl.policy.passes.routing import Routing
 from megatron_rl.runtime.device import to_device
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import gather_objects
 from megatron_rl.types import largest
 
-PROMPT_LOGPROBS = "prompt_logprobs"
+_OF_OTHER_TOKENS = (PROMPT_LOGPROBS, EXPERTS)
 Consume = Callable[[Microbatch, TokenValues], tuple[Tensor, Any]]
 
 
@@ -106,7 +115,7 @@ class ScoreBuffer:
     ) -> None:
         self.outputs = outputs
         self._num_tokens = num_tokens
-        self._names = [output.name for output in outputs if output.name != PROMPT_LOGPROBS]
+        self._names = [output.name for output in outputs if output.name not in _OF_OTHER_TOKENS]
         self._prompt_places = prompt_places
         if prompt_places is not None:
             num_tokens += len(prompt_places)
@@ -172,6 +181,7 @@ class Passes:
     ranks: Ranks
     vocab_size: int
     temperature: float
+    routing: Routing
 
     def run(
         self,
@@ -191,8 +201,8 @@ class Passes:
             )
             length = max(lengths)
         iterators = [iter(microbatches) for _ in self.chunks]
-        step = partial(self._step, consume=consume, outputs=outputs)
-        with torch.set_grad_enabled(backward):
+        step = partial(self._step, consume=consume, outputs=outputs, backward=backward)
+        with torch.set_grad_enabled(backward), self.routing.in_pass():
             return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
@@ -213,7 +223,7 @@ class Passes:
             elif output.name in ("topk_logprobs", "is_argmax"):
                 # One most likely token is enough to know whether it was sampled.
                 top_k = max(top_k, int(output.value), 1)
-            elif output.compute is None and output.name != PROMPT_LOGPROBS:
+            elif output.compute is None and output.name not in _OF_OTHER_TOKENS:
                 raise ValueError(
                     f"output {output.name}: the policy computes no such quantity; give it a"
                     " function (Output.compute)"
@@ -226,10 +236,17 @@ class Passes:
         return Head(temperature, size, LOGPROB_CHUNK_TOKENS, group, entropy, top_k, kept)
 
     def _step(
-        self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, outputs: Outputs
+        self,
+        iterator: Any,
+        chunk: torch.nn.Module,
+        *,
+        consume: Consume,
+        outputs: Outputs,
+        backward: bool,
     ) -> tuple[Tensor, Callable[..., Any]]:
         microbatch: Microbatch = next(iterator)
         ACTIVITY.note("a micro-batch of the policy")
+        self.routing.begin(chunk, microbatch, backward=backward)
         output = chunk(
             input_ids=microbatch.token_ids,
             position_ids=microbatch.position_ids,
@@ -238,6 +255,7 @@ class Passes:
             # Float16Module would give float32, which only the few states that are used become.
             **({"fp32_output": False} if chunk.config.bf16 else {}),
         )
+        self.routing.end(chunk, microbatch)
         return output, partial(self._finish, chunk, microbatch, consume, outputs)
 
     def _finish(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -23,6 +23,7 @@ class OffloadedStorage:
     host: HostBuffer | None
 
 
+@dataclass
 class Offload:
     """Empties the storages under tensors and fills them again, so that every view stays valid.
 
@@ -31,18 +32,12 @@ class Offload:
     CUDA the same bytes move between two places of host memory.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Callable[[], Iterable[Tensor]]],
-        dropped: Sequence[str],
-        device: torch.device,
-    ) -> None:
-        self._tensors = tensors
-        self._dropped = dropped
-        self._device = device
-        self._away: dict[str, list[OffloadedStorage]] = {}
-        # Kept between steps: pinning memory takes longer than the copy.
-        self._hosts: dict[tuple[str, int], HostBuffer] = {}
+    tensors: Mapping[str, Callable[[], Iterable[Tensor]]]
+    dropped: Sequence[str]
+    device: torch.device
+    _away: dict[str, list[OffloadedStorage]] = field(default_factory=dict)
+    # Kept between steps: pinning memory takes longer than the copy.
+    _hosts: dict[tuple[str, int], HostBuffer] = field(default_factory=dict)
 
     @property
     def away(self) -> tuple[str, ...]:
@@ -68,23 +63,23 @@ class Offload:
         Raises:
             ValueError: there is no part of that name.
         """
-        unknown = [part for part in parts if part not in self._tensors]
+        unknown = [part for part in parts if part not in self.tensors]
         if unknown:
             raise ValueError(
-                f"offload: no part is called {unknown[0]}; there are {', '.join(self._tensors)}"
+                f"offload: no part is called {unknown[0]}; there are {', '.join(self.tensors)}"
             )
-        for part in self._tensors:
+        for part in self.tensors:
             if part in parts and part not in self._away:
                 storages = self._storages(part)
                 self._away[part] = [
                     self._store(part, number, storage) for number, storage in enumerate(storages)
                 ]
         # Storages are freed only after every copy out of them has ended.
-        synchronize(self._device)
+        synchronize(self.device)
         for part in parts:
             for stored in self._away[part]:
                 stored.storage.resize_(0)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.no_grad()
@@ -99,30 +94,30 @@ class Offload:
                 else:
                     stored.host.give(target)
             del self._away[part]
-        synchronize(self._device)
+        synchronize(self.device)
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
         """The storages of ``part`` on the device, each once, without those of earlier parts."""
         taken = {stored.storage._cdata for others in self._away.values() for stored in others}
-        for other in self._tensors:
+        for other in self.tensors:
             if other == part:
                 break
-            taken |= {tensor.untyped_storage()._cdata for tensor in self._tensors[other]()}
+            taken |= {tensor.untyped_storage()._cdata for tensor in self.tensors[other]()}
         storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in self._tensors[part]():
+        for tensor in self.tensors[part]():
             storage = tensor.untyped_storage()
-            is_on_device = tensor.device.type == self._device.type
+            is_on_device = tensor.device.type == self.device.type
             if is_on_device and storage._cdata not in taken and storage.nbytes() > 0:
                 storages.setdefault(storage._cdata, storage)
         return list(storages.values())
 
     def _store(self, part: str, number: int, storage: torch.UntypedStorage) -> OffloadedStorage:
         num_bytes = storage.nbytes()
-        if part in self._dropped:
+        if part in self.dropped:
             return OffloadedStorage(storage, num_bytes, None)
         host = self._hosts.get((part, number))
         if host is None or host.num_bytes != num_bytes:
-            host = HostBuffer(num_bytes, pinned=self._device.type == "cuda")
+            host = HostBuffer(num_bytes, pinned=self.device.type == "cuda")
             self._hosts[part, number] = host
         host.take(_bytes(storage))
         return OffloadedStorage(storage, num_bytes, host)

@@ -9,8 +9,7 @@ import numpy as np
 
 from megatron_rl.reporting.comparison.runs import Run
 from megatron_rl.reporting.comparison.variants import Variant, all_runs
-from megatron_rl.reporting.metrics_file import is_held_out, moving_mean
-from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
+from megatron_rl.reporting.metrics_file import PASS_AT, is_held_out, moving_mean, pass_at_ks
 
 SMOOTHING = 20  # a curve of training is a moving mean over 1 / SMOOTHING of its steps
 

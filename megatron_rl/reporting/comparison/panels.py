@@ -10,8 +10,7 @@ from megatron_rl.reporting.comparison.curves import pass_band, smoothing_width, 
 from megatron_rl.reporting.comparison.drawing import Drawing, write_png
 from megatron_rl.reporting.comparison.runs import Run
 from megatron_rl.reporting.comparison.variants import Variant, all_runs
-from megatron_rl.reporting.metrics_file import Row, is_held_out, read_metrics
-from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
+from megatron_rl.reporting.metrics_file import PASS_AT, Row, is_held_out, pass_at_ks, read_metrics
 
 SOURCES = "eval/accuracy/"
 _MAX_PASS_AT = 4  # panels; all of them are in the figure over k

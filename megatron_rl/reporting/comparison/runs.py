@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.keys import flat
-from megatron_rl.reporting.metrics_file import Row, read_metrics
-from megatron_rl.reporting.pass_at_k import PASS_AT
+from megatron_rl.reporting.metrics_file import PASS_AT, Row, read_metrics
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -104,7 +103,7 @@ def find_runs(places: Sequence[Path]) -> Found:
             inner = folder.relative_to(place).as_posix()
             name = real.name if inner == "." else inner
             try:
-                runs.append(_read(folder, name, problems))
+                runs.append(read_run(folder, name, problems))
             except (ValueError, OSError) as error:
                 problems.append(f"{name}: left out: {error}")
     if not runs:
@@ -146,7 +145,7 @@ def _looks_like_run(folder: Path, files: Sequence[str]) -> bool:
     return isinstance(record, dict) and "run_dir" in record
 
 
-def _read(folder: Path, name: str, problems: list[str]) -> Run:
+def read_run(folder: Path, name: str, problems: list[str]) -> Run:
     """The run; what of it is damaged but not needed is added to ``problems``."""
     record = _record(folder / CONFIG)
     rows = _rows(folder / METRICS)

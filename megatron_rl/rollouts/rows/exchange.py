@@ -74,7 +74,8 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
 
     Each row goes to its target alone. Sizes follow from the route, so nothing but values travels:
     8 bytes a token for 32-bit ids and logprobs. All ranks hold columns of the same names and
-    dtypes, in the same order, also those without a row.
+    dtypes, in the same order, also those without a row. The lengths of the route are those of
+    ``held``: of responses, or of whole sequences.
     """
     outgoing = held.take(route.outgoing(world.rank))
     if world.size == 1:
@@ -94,11 +95,17 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
     return TokenRows(incoming, route.lengths[incoming], columns)
 
 
-def gathered_on_main(tokens: TokenRows, responses: Responses, world: World) -> TokenRows:
+def gathered_on_main(
+    tokens: TokenRows,
+    responses: Responses,
+    world: World,
+    lengths: Int[np.ndarray, " rows"] | None = None,
+) -> TokenRows:
     """Collective: all rows of ``responses`` in canonical order, on rank 0; none on the others.
-    ``tokens``: those that lie on this rank, with any columns."""
+    ``tokens``: those that lie on this rank, with any columns; ``lengths``: theirs, where they are
+    not of responses."""
     main = np.zeros(len(responses), dtype=np.int64)
-    route = Route(responses.lengths, responses.holders, main)
+    route = Route(responses.lengths if lengths is None else lengths, responses.holders, main)
     everything = exchange_rows(tokens, route, world)
     return everything.take(range(len(responses))) if world.is_main else everything
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from megatron_rl.annealing import Annealing
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.loss import Credit
-from megatron_rl.passes import LocalBatch, TokenScores
+from megatron_rl.passes import EXPERTS, LocalBatch, TokenScores
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.types import Completion, Prompt, Score, SequenceLengths
@@ -41,7 +41,9 @@ class Responses:
 
     All is equal on every rank but ``tokens``, the rows that lie on this rank, by their numbers in
     this order. ``holders`` is the rank that has each row; ranks that work with that one may have a
-    copy. Columns: ``token_ids`` (int32) and ``sampler_logprobs`` (float32).
+    copy. Columns: ``token_ids`` (int32) and ``sampler_logprobs`` (float32). ``experts``: of the
+    same rows, the column ``experts`` of all tokens of their sequences, as in ``SequenceBatch``;
+    None: nothing is known of them.
 
     Example, two responses to one prompt, of 5 and 7 tokens, on rank 3: ``prompts=[p, p]``,
     ``group_ids=[0, 0]``, ``lengths=[5, 7]``, ``holders=[3, 3]``.
@@ -55,6 +57,7 @@ class Responses:
     scores: Sequence[Score]
     tokens: TokenRows
     holders: Ranks
+    experts: TokenRows | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -81,7 +84,11 @@ class Responses:
         number_of[rows] = np.arange(len(rows))
         # Of each row on this rank the new number; -1 where it is left out.
         here = number_of[self.tokens.rows]
-        tokens = self.tokens.take(self.tokens.rows[here >= 0])
+        taken = self.tokens.rows[here >= 0]
+
+        def renumbered(held: TokenRows) -> TokenRows:
+            return replace(held.take(taken), rows=number_of[taken])
+
         # The sum of the changes so far numbers the groups from 0: the first row is compared with
         # itself.
         changes = np.diff(self.group_ids[rows], prepend=self.group_ids[rows[:1]]) != 0
@@ -89,7 +96,8 @@ class Responses:
         return Responses(
             prompts=[self.prompts[row] for row in rows],
             scores=[self.scores[row] for row in rows],
-            tokens=replace(tokens, rows=number_of[tokens.rows]),
+            tokens=renumbered(self.tokens),
+            experts=None if self.experts is None else renumbered(self.experts),
             **{**arrays, "group_ids": changes.cumsum()},
         )
 
@@ -139,6 +147,19 @@ class Experience:
     old: TokenScores | None = None
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def with_experts(self, experts: UInt8[Tensor, "all_tokens width"]) -> Experience:
+        """With those of all tokens of ``local``."""
+        assert self.local is not None
+        batch = replace(self.local.batch, experts=experts)
+        held = TokenRows(
+            self.responses.tokens.rows, batch.lengths.numpy(), {EXPERTS: experts.numpy()}
+        )
+        return replace(
+            self,
+            responses=replace(self.responses, experts=held),
+            local=replace(self.local, batch=batch),
+        )
 
     def at_step(self, step: int, num_steps: int) -> Experience:
         """As that of a step of a run to ``num_steps``: what a method may read of time."""

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,26 +22,22 @@ _POLL_S = 0.02
 STORE_S = 3.0  # a store whose machine is gone may never answer
 
 
+@dataclass
 class FirstFailure:
     """One per process.
 
-    Args:
+    Attributes:
         folder: private to this start of the launch on this machine; None where the ranks have none
             in common. Then, without ``elsewhere``, every rank wins: better twice than not at all.
         elsewhere: whether this process is the first of all machines, too.
         size: number of ranks on this machine.
+        lost_elsewhere: the first here, and not the first of all machines.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        elsewhere: Callable[[], bool] | None = None,
-        size: int = 1,
-    ) -> None:
-        self.folder = folder
-        self.elsewhere = elsewhere
-        self.size = size
-        self.lost_elsewhere = False  # the first here, and not the first of all machines
+    folder: Path | None
+    elsewhere: Callable[[], bool] | None = None
+    size: int = 1
+    lost_elsewhere: bool = False
 
     def arrive(self) -> None:
         """Notes that this process runs and handles its own failures."""

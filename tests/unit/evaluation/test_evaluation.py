@@ -14,8 +14,7 @@ from megatron_rl.config.cli.command_line import Root, root_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
-from megatron_rl.evaluation.evaluation import Asking
-from megatron_rl.evaluation.evaluation_folder import EvaluationFolder
+from megatron_rl.evaluation.evaluation import Asking, EvaluationFolder
 from megatron_rl.evaluation.evaluation_source import Weights, differences, find_evaluation
 from megatron_rl.evaluation.evaluator import judged
 from megatron_rl.reporting.evaluation import detailed_metrics

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.planning.advice import describe, problems
-from megatron_rl.planning.phases import MemoryBudget
+from megatron_rl.planning.phases import MemoryBudget, describe, problems
 from tests.unit.planning_of_7b import GPU, LOAD, QWEN2_5_7B, config, plan
 
 

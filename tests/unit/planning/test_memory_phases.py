@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.planning.advice import problems
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.phases import (
     ENGINE_KEEPS_GIB,
@@ -14,6 +13,7 @@ from megatron_rl.planning.phases import (
     demands,
     needed_gib,
     phases,
+    problems,
 )
 from tests.unit.planning_of_7b import GPU, LOAD, PARAMETERS, config, plan
 

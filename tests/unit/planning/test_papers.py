@@ -13,9 +13,8 @@ import yaml
 from megatron_rl.config.load import compose, conf_dir, validate
 from megatron_rl.config.rules.checks import check, num_optimizer_steps
 from megatron_rl.config.schema import Config
-from megatron_rl.planning.advice import problems
 from megatron_rl.planning.at_start import plan
-from megatron_rl.planning.phases import MemoryBudget
+from megatron_rl.planning.phases import MemoryBudget, problems
 from tests.launch import REPO
 from tests.unit.qwen2_5_vl import write_config
 

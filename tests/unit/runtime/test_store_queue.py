@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from megatron_rl.rollouts.backends.launch import StoreQueue
 from megatron_rl.runtime.launch import World
-from megatron_rl.runtime.store_queue import StoreQueue
 from tests.ranks import on_ranks
 
 

@@ -181,3 +181,11 @@ def test_methods_of_other_tokens_are_refused_where_the_sampler_keeps_few(
         return
     with pytest.raises(ValueError, match=f"top_k = 5: the method reads {column}, which needs"):
         signals.check([], cut)
+
+
+def test_tokens_without_recorded_experts_refuse_router_replay(tmp_path: Path) -> None:
+    """laser's updates score the end token in places that the old-policy pass has not computed."""
+    replay = bandit_config(tmp_path, ["rollout.router_replay=old_policy"])
+    signals_of(load_method("grpo")).check([], replay)
+    with pytest.raises(ValueError, match="router_replay = old_policy: the method reads end_log"):
+        signals_of(load_method("laser")).check([], replay)

@@ -1,0 +1,40 @@
+"""The experts that a router has chosen for tokens, in the bytes in which they travel with them.
+
+Of each token ``layers x k`` numbers: of one byte, and of two where a model has more than 255
+experts. A token whose bytes are all 255 brings none: its router chooses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+NOT_GIVEN = 255
+
+
+def expert_bytes(num_experts: int) -> int:
+    """Bytes of one number. Examples: 1 of 128 and of 255 experts, 2 of 256."""
+    return 1 if num_experts <= NOT_GIVEN else 2
+
+
+def packed_experts(experts: Int[Tensor, "tokens k"], num_bytes: int) -> UInt8[Tensor, "tokens _"]:
+    """Example: experts 3 and 300 of one token in two bytes each are ``[[3, 0, 44, 1]]``."""
+    if num_bytes == 1:
+        return experts.to(torch.uint8)
+    return experts.to(torch.uint16).view(torch.uint8)
+
+
+def unpacked_experts(
+    packed: UInt8[Tensor, "tokens _"], num_bytes: int
+) -> tuple[Int[Tensor, "tokens k"], Tensor]:
+    """The inverse, and whether each token brings experts (``[tokens, 1]``)."""
+    is_given = (packed != NOT_GIVEN).any(1, keepdim=True)
+    wide = packed if num_bytes == 1 else packed.contiguous().view(torch.uint16)
+    return wide.long(), is_given
+
+
+def not_given(num_tokens: int, width: int) -> UInt8[np.ndarray, "tokens width"]:
+    """Of tokens that bring none, ``width`` bytes each."""
+    return np.full((num_tokens, width), NOT_GIVEN, np.uint8)

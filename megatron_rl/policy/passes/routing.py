@@ -1,0 +1,195 @@
+"""Experts of each token: recorded in one pass of the policy, and taken again in others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_rl.models import Architecture
+from megatron_rl.models.experts import expert_bytes, packed_experts, unpacked_experts
+from megatron_rl.policy.batches.microbatches import Microbatch, borrowed_prompts
+from megatron_rl.policy.parallel import Ranks
+from megatron_rl.runtime.device import to_device
+from megatron_rl.types import SequenceBatch
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+class ReplayedRouter:
+    """The choice of one layer's router, in the place of megatron's ``RouterReplay``, which has no
+    tokens without experts and wants those of all routers at once.
+
+    The weights of the chosen experts stay functions of the router's logits, with their gradient.
+
+    Attributes:
+        given: packed experts of the tokens of a micro-batch; None: the router chooses.
+        chosen: the experts of the last micro-batch.
+    """
+
+    def __init__(self, layer: int, num_bytes: int, *, runs_again: bool) -> None:
+        self.layer = layer
+        self.given: Tensor | None = None
+        self.chosen: Tensor | None = None
+        self._num_bytes = num_bytes
+        self._runs_again = runs_again
+        # For the backward of recomputed layers: schedules take micro-batches back in the order in
+        # which they came, and several may be on their way.
+        self._waiting: list[Tensor | None] = []
+
+    def begin(self, given: Tensor | None, *, backward: bool) -> None:
+        """Before the forward of a micro-batch."""
+        self.given = given
+        if backward and self._runs_again:
+            self._waiting.append(given)
+
+    def end_pass(self) -> None:
+        self.given = None
+        self.chosen = None
+        self._waiting.clear()
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Called by megatron's router: (scores, experts) ``[tokens, k]`` of ``scores`` ``[tokens,
+        experts]``."""
+        assert default_compute_topk is not None
+        values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+        given = self.given
+        if self._runs_again and self._waiting and torch.is_grad_enabled():
+            given = self._waiting.pop(0)
+        if given is not None:
+            experts, is_given = unpacked_experts(given, self._num_bytes)
+            chosen = torch.where(is_given, experts, chosen)
+            values = scores.gather(1, chosen)
+        self.chosen = chosen
+        return values, chosen
+
+
+class ExpertRecord:
+    """Experts of all tokens of a batch, written by the ranks whose routers choose them.
+
+    The last row takes what is chosen for padding.
+    """
+
+    def __init__(self, batch: SequenceBatch, width: int, device: torch.device) -> None:
+        self._packed = torch.zeros(
+            len(batch.token_ids) + 1, width, dtype=torch.uint8, device=device
+        )
+
+    def write(self, places: Tensor, first: int, packed: Tensor) -> None:
+        """``packed``: bytes ``[first, ...)`` of the tokens at ``places``, -1 for padding."""
+        at = to_device(places, self._packed.device)
+        self._packed[at, first : first + packed.shape[1]] = packed
+
+    def read(self, source: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Collective over the ranks that work on the batch; ``source``: see ``prompt_sources``."""
+        if group is not None:
+            dist.all_reduce(self._packed, group=group)
+        return self._packed[to_device(source, self._packed.device)]
+
+
+class Routing:
+    """The routers of this rank's chunks, of a model with experts; without any it does nothing."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], arch: Architecture, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._record: ExpertRecord | None = None
+        self._routers: dict[torch.nn.Module, list[ReplayedRouter]] = {}
+        if not arch.num_experts:
+            return
+        self._num_bytes = expert_bytes(arch.num_experts)
+        self._layer_bytes = arch.experts_per_token * self._num_bytes
+        self._width = arch.num_layers * self._layer_bytes
+        config: Any = chunks[0].config
+        self._is_cut = config.sequence_parallel
+        again = config.recompute_granularity == "full"
+        if config.recompute_granularity == "selective":
+            again = "moe" in config.recompute_modules
+        for chunk in chunks:
+            found: list[Any] = [each for each in chunk.modules() if isinstance(each, TopKRouter)]
+            for router in found:
+                layer = router.layer_number - 1  # counted from 1, over all stages
+                router.router_replay = ReplayedRouter(layer, self._num_bytes, runs_again=again)
+            self._routers[chunk] = [router.router_replay for router in found]
+
+    def begin(self, chunk: torch.nn.Module, microbatch: Microbatch, *, backward: bool) -> None:
+        """Before ``microbatch`` goes through ``chunk``."""
+        for router in self._routers.get(chunk, ()):
+            given = microbatch.experts
+            if given is not None:
+                given = self._own(given)[:, self._columns(router)]
+            router.begin(given, backward=backward)
+
+    def end(self, chunk: torch.nn.Module, microbatch: Microbatch) -> None:
+        """After it."""
+        # Without sequence parallelism all tensor ranks have the same tokens: one writes.
+        if self._record is None or (not self._is_cut and self._ranks.tensor_rank):
+            return
+        places = self._own(microbatch.places)
+        for router in self._routers.get(chunk, ()):
+            assert router.chosen is not None
+            packed = packed_experts(router.chosen, self._num_bytes)
+            self._record.write(places, self._columns(router).start, packed)
+
+    @contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Around all micro-batches of a pass: nothing is left of them, also after an error."""
+        try:
+            yield
+        finally:
+            for routers in self._routers.values():
+                for router in routers:
+                    router.end_pass()
+
+    @contextmanager
+    def recording(self, batch: SequenceBatch, device: torch.device) -> Iterator[ExpertRecord]:
+        """Inside, passes over ``batch`` write what their routers choose.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        if not self._routers:
+            raise ValueError("output experts: the model has none; leave it out")
+        self._record = ExpertRecord(batch, self._width, device)
+        try:
+            yield self._record
+        finally:
+            self._record = None
+
+    def _own(self, values: Tensor) -> Tensor:
+        """Those of the tokens that this tensor rank's routers see."""
+        if not self._is_cut:
+            return values
+        return values.chunk(self._ranks.tensor)[self._ranks.tensor_rank]
+
+    def _columns(self, router: ReplayedRouter) -> slice:
+        first = router.layer * self._layer_bytes
+        return slice(first, first + self._layer_bytes)
+
+
+def prompt_sources(
+    batch: SequenceBatch, microbatches: Sequence[Sequence[int]], share: bool
+) -> Int[Tensor, " all_tokens"]:
+    """Where each token of ``batch`` was computed in a pass: a shared prompt with one row alone."""
+    owner = torch.arange(batch.num_responses)
+    for rows in microbatches:
+        if rows:
+            chosen = torch.tensor(list(rows))
+            owner[chosen] = chosen[borrowed_prompts(batch, chosen, share)[0]]
+    row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.lengths)
+    place = torch.arange(len(row))
+    within = place - batch.offsets[row]
+    of_owner = batch.offsets[owner[row]] + within
+    return torch.where(within < batch.prompt_lengths[row], of_owner, place)
