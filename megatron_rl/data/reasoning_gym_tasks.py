@@ -36,7 +36,7 @@ def _draft(row: int, entry: Mapping[str, Any]) -> Draft:
     source = GENERATED + entry["metadata"]["source_dataset"]
     # Tasks with many right answers, such as a puzzle's moves, name none; their verifier has the
     # entry.
-    return Draft(row, entry["question"], str(entry["answer"] or ""), source, entry)
+    return Draft(row, entry["question"], str(entry["answer"] or ""), source, dict(entry))
 
 
 def _parse(spec: str, problems: Problems) -> list[tuple[str, dict[str, Any]]]:

@@ -130,7 +130,7 @@ def test_bash_completes_groups_keys_and_options(capsys):
         "a_grae_ddas",
         "a_grae_dr_grpo",
     ]
-    assert completed(script, f"{start} trainer.num") == ["trainer.num_steps="]
+    assert completed(script, f"{start} trainer.num_s") == ["trainer.num_steps="]
     assert {"--config-name", "--config-dir"} <= set(completed(script, f"{start} --config-"))
     assert completed(script, "python other.py meth") == []
     assert all(f"{key}=" in script for key in known_keys(Config))
