@@ -85,7 +85,7 @@ def _with_places(messages: Any, draft: Draft, problems: Problems, images_first: 
     elif draft.images is not None and places != len(draft.images) and (places or not images_first):
         what = f"{places} places of images ({PLACE}) in the prompt for {len(draft.images)} images"
         remedy = "make them equal, or drop the row"
-        if not places:
+        if not places and None not in split:
             remedy = f"data.images_first=true puts them before the prompt; else {remedy}"
         problems.add(draft.row, what, draft.prompt, remedy)
     with_places = []

@@ -85,7 +85,7 @@ class Logits(Passes):
 
 def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
     """Largest difference over all rows and positions that ranks of the last stage hold."""
-    passes = Logits(policy.chunks, policy.ranks, policy.arch.vocab_size, 1.0)
+    passes = Logits(policy.chunks, policy.ranks, policy.arch.vocab_size, 1.0, policy._routing)
     with platform():
         rows = [[row] for row in range(NUM_ROWS)] + [[]] * (
             -NUM_ROWS % policy.batching.rule.multiple
