@@ -19,7 +19,9 @@ from megatron_rl.types import Image, SequenceBatch
 PROMPTS, RESPONSES, BUDGET = 128, 8, 16_384
 IMAGE_TOKEN = 7
 WORK = WorkModel(70_454)  # of 7B
-PROCESSOR = SimpleNamespace(grid=lambda image: (1, image.height, image.width))
+PROCESSOR = SimpleNamespace(
+    grid=lambda image: (1, image.height, image.width), keep=lambda images: None
+)
 
 
 @pytest.fixture(scope="module")

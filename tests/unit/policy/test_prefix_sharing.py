@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.policy.batches.packing_plan import Plan, PlanRule, plan_microbatches
+from megatron_rl.policy.batches.packing_plan import PlanRule, plan_microbatches
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
-from megatron_rl.types import SequenceBatch, SequenceLengths
+from megatron_rl.types import SequenceBatch
 from tests.unit.data.plain_packing import BY_TOKENS
 
 
@@ -49,25 +49,6 @@ def test_a_group_is_cut_where_a_rank_would_wait_and_where_the_budget_ends():
     small = plan_shared_prompts(sequences, range(4), PlanRule(1, 120, 1, BY_TOKENS))
     assert small == [[[0, 1], [2, 3]]]
     assert len(plan_shared_prompts(sequences, range(4), PlanRule(1, 119, 1, BY_TOKENS))[0]) == 4
-
-
-def test_an_image_is_in_about_one_microbatch():
-    """128 prompts with an image of 1,225 tokens, 8 responses each, over two ranks: planned without
-    regard to prompts a rank has about 495 pairs of image and micro-batch; 64 are the least."""
-    draw = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1300, 1400, (128,), generator=draw).repeat_interleave(8)
-    responses = torch.randn(1024, generator=draw).mul(0.9).add(5.7).exp().long().clamp(1, 2048)
-    index = torch.arange(128).repeat_interleave(8)
-    sequences = SequenceLengths(prompts, responses, index)
-    rule = PlanRule(2, 16384, 1, WorkModel(70454))
-
-    def encodes(plan: Plan) -> list[int]:
-        return [sum(len(set(index[rows].tolist())) for rows in rank) for rank in plan]
-
-    apart = plan_microbatches(sequences.lengths.tolist(), range(1024), rule)
-    assert min(encodes(apart)) > 450
-    together = plan_shared_prompts(sequences, range(1024), rule, only_images=True)
-    assert max(encodes(together)) <= 70
 
 
 def test_a_response_that_exceeds_the_budget_is_an_error():
