@@ -38,6 +38,7 @@ def prompts_of(name: str) -> list[Prompt]:
             for task, entry in made
         ]
     answers = {"math": [r"\frac{1}{2}", "7", "(1, 2)"], "number": ["-1,234.5"], "exact": ["x"]}
+    answers["choice"] = ["B", "fear", "7"]
     answers["code"] = ["assert f() == 1", '[{"input": "1", "output": "1"}]']
     return [
         Prompt(f"{name}:{row}", (1,), answer, name, {}) for row, answer in enumerate(answers[name])
@@ -83,9 +84,9 @@ def judged(name: str, texts: list[str], **changes) -> tuple[int, float]:
 CODE = pytest.param("code", marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize("name", ["exact", "number", "math", "reasoning_gym", CODE])
+@pytest.mark.parametrize("name", ["exact", "number", "math", "choice", "reasoning_gym", CODE])
 def test_hostile_texts(name):
-    number = {"math": 60, "code": 8}.get(name, 200)
+    number = {"math": 60, "choice": 60, "code": 8}.get(name, 200)
     problems, seconds = judged(name, hostile_texts(number))
     assert seconds < 60 + problems * (TIMEOUT_S + 1.5)
     if name in ("exact", "number", "code"):
@@ -104,7 +105,7 @@ def test_hostile_texts_against_patterns():
 
 @pytest.mark.full
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ["exact", "number", "math", "reasoning_gym", "code"])
+@pytest.mark.parametrize("name", ["exact", "number", "math", "choice", "reasoning_gym", "code"])
 def test_ten_thousand_hostile_texts(name):
     """10 000 texts through each verifier; through ``code``, where each is a process, 2000."""
     texts = hostile_texts(2000 if name == "code" else 10_000, seed=1)
@@ -121,4 +122,4 @@ def test_every_verifier_is_tried_here():
         for name, verifier in registry._classes.items()
         if verifier.__module__.startswith("megatron_rl.rewards")
     }
-    assert own == {"exact", "number", "math", "reasoning_gym", "code"}
+    assert own == {"exact", "number", "math", "choice", "reasoning_gym", "code"}

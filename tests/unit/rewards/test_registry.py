@@ -84,7 +84,7 @@ def test_an_unknown_name_is_refused_with_its_neighbors(plugin):
         ValueError,
         match=(
             r"reward\.verifier = hlaf: no such verifier; did you mean half\?.* there are auto,"
-            r" careful, code"
+            r" careful, choice, code"
         ),
     ):
         build_reward(config(verifier="hlaf"))
