@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from markdown_it import MarkdownIt
@@ -17,7 +15,7 @@ from markdown_it import MarkdownIt
 from megatron_rl.reporting.comparison.curves import SMOOTHING, smoothing_width
 from megatron_rl.reporting.comparison.drawing import write_png
 from megatron_rl.reporting.comparison.panels import drawings_of
-from megatron_rl.reporting.comparison.runs import SAMPLES, Run
+from megatron_rl.reporting.comparison.samples import samples_of, shortened_text
 from megatron_rl.reporting.comparison.scores import LAST_ROWS, last_value
 from megatron_rl.reporting.comparison.tables import (
     Entry,
@@ -30,12 +28,10 @@ from megatron_rl.reporting.comparison.tables import (
     versions_table,
 )
 from megatron_rl.reporting.comparison.variants import Variant, all_runs
-from megatron_rl.reporting.row_file import read_rows
 
 HTML = "index.html"
 MARKDOWN = "report.md"
 _FIGURES = "figures"
-_MAX_SAMPLE = 2000  # characters of a text of a sample
 _HOW_TO_READ = (
     "Values are those of the last evaluation; of a metric of training the mean of its last "
     f"{LAST_ROWS} steps. Only finished runs count, where a variant has any. A difference is the "
@@ -185,47 +181,19 @@ def _sample_lines(variants: Sequence[Variant]) -> tuple[list[str], list[str]]:
     damaged = []
     for variant in variants:
         run = variant.counted[0]
-        samples = []
-        try:
-            samples = _samples_of(run)
-        except ValueError as error:  # a page without them is still worth having
-            damaged.append(f"{run.name}: its samples are not shown: {error}")
+        samples, wrong = samples_of(run)
+        damaged += [f"{run.name}: {problem}" for problem in wrong]
         if samples:
             lines += _heading(3, f"{variant.label} ({run.name})")
         for sample in samples:
             verdict = "right" if sample["correct"] else "wrong"
             cut = ", cut by the length limit" if sample.get("truncated") else ""
-            reward = _sample_text(sample.get("reward"))
+            reward = shortened_text(sample.get("reward"))
             about = f"Step {sample['step']}, {verdict}, reward {reward}{cut}."
             lines += [_plain_markdown(f"{about} Prompt, response, right answer:"), ""]
             for key in ("prompt_text", "response", "answer"):
-                lines += [_fenced(_sample_text(sample.get(key))), ""]
+                lines += [_fenced(shortened_text(sample.get(key))), ""]
     return lines, damaged
-
-
-def _samples_of(run: Run) -> list[dict[str, Any]]:
-    """Of the first and of the last step that was logged, a right and a wrong response each.
-
-    Raises:
-        ValueError: a line of the file is damaged.
-    """
-    rows = [row for _, row in read_rows(run.folder / SAMPLES) if row is not None]
-    found = []
-    for step in dict.fromkeys(row["step"] for row in (*rows[:1], *rows[-1:])):
-        for correct in (True, False):
-            alike = [row for row in rows if row["step"] == step and row.get("correct") is correct]
-            found += alike[:1]
-    return found
-
-
-def _sample_text(value: Any) -> str:
-    """A value of a sample as text; a long one is cut, and says so."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    text = text.encode("utf-8", "replace").decode()  # damaged bytes cannot be written to the page
-    left = len(text) - _MAX_SAMPLE
-    if left <= 0:
-        return text
-    return f"{text[:_MAX_SAMPLE]}\n[... {left} more characters in {SAMPLES}]"
 
 
 def _summary(variants: Sequence[Variant]) -> str:

@@ -219,11 +219,11 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
         assert "first wrong" in form and "last right" in form
         assert "between" not in form and "not shown" not in form
         assert "x" * 2000 + "\n[... 1000 more characters in samples.jsonl]" in form
-        assert "are not shown" not in form
+        assert "are damaged" not in form
     assert Page(text).count("pre") == 3 * 3
     (run / "samples.jsonl").write_text('[]\n{"step": 1}\n')
     text, _ = written(tmp_path / "out", tmp_path / "runs")
-    assert "a: its samples are not shown: " in text and "samples.jsonl: line 1 is damaged" in text
+    assert "a: samples.jsonl: 2 lines are damaged, the first is line 1" in text
 
 
 @pytest.mark.parametrize(
