@@ -150,9 +150,9 @@ class Dispatcher:
     scheduler: Scheduler
     backend: GenerationBackend
     rewards: RewardThread
-    _answers: dict[Place, Answer] = field(default_factory=dict)
-    _progress: dict[str, WorkerProgress] = field(default_factory=dict)
-    _level: int | None = None  # that the backend knows
+    _answers: dict[Place, Answer] = field(default_factory=dict, init=False)
+    _progress: dict[str, WorkerProgress] = field(default_factory=dict, init=False)
+    _level: int | None = field(default=None, init=False)  # that the backend knows
 
     # While a step is generated
 

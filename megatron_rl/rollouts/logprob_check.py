@@ -8,7 +8,7 @@ copies) shows only in its numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
@@ -94,7 +94,7 @@ class LogprobCheck:
     sequences: Sequence[CheckSequence]
     every: int
     tolerance: float | None
-    _is_first: bool = True
+    _is_first: bool = field(default=True, init=False)
 
     def expected(self, version: int) -> Float[Tensor, " tokens"] | None:
         """Collective. What the policy says, equal on all ranks; None when no comparison is due.

@@ -31,7 +31,7 @@ class SamplingPlan:
     response_limit: Callable[[int], int] | None = None
     hooks: Resampling = NO_RESAMPLING
     staleness: int = 0
-    _by_version: dict[int, Resampling] = field(default_factory=dict)
+    _by_version: dict[int, Resampling] = field(default_factory=dict, init=False)
 
     def published(self, version: int) -> None:
         """Those weights exist; what hooks knew then is kept as long as they may be wanted."""

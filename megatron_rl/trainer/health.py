@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
@@ -38,7 +38,7 @@ class Health:
     nonfinite: NonFiniteConfig
     limits: MismatchLimits
     write_bundle: WriteBundle
-    _skipped_in_a_row: int = 0
+    _skipped_in_a_row: int = field(default=0, init=False)
 
     def before(self, minibatch: Minibatch) -> None:
         """Collective where ``nonfinite.bundle_step`` asks for a bundle of this step (its first

@@ -78,9 +78,9 @@ class _TensorStream:
     weights: Iterator[tuple[str, Tensor]]
     progress: SyncProgress
     digested: bool
-    digests: dict[str, str] = field(default_factory=dict)
-    num_tensors: int = 0
-    num_bytes: int = 0
+    digests: dict[str, str] = field(default_factory=dict, init=False)
+    num_tensors: int = field(default=0, init=False)
+    num_bytes: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.progress.stage = Stage.GATHERING

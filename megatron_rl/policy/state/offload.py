@@ -35,9 +35,9 @@ class Offload:
     tensors: Mapping[str, Callable[[], Iterable[Tensor]]]
     dropped: Sequence[str]
     device: torch.device
-    _away: dict[str, list[OffloadedStorage]] = field(default_factory=dict)
+    _away: dict[str, list[OffloadedStorage]] = field(default_factory=dict, init=False)
     # Kept between steps: pinning memory takes longer than the copy.
-    _hosts: dict[tuple[str, int], HostBuffer] = field(default_factory=dict)
+    _hosts: dict[tuple[str, int], HostBuffer] = field(default_factory=dict, init=False)
 
     @property
     def away(self) -> tuple[str, ...]:

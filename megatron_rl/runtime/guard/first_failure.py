@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class FirstFailure:
     folder: Path | None
     elsewhere: Callable[[], bool] | None = None
     size: int = 1
-    lost_elsewhere: bool = False
+    lost_elsewhere: bool = field(default=False, init=False)
 
     def arrive(self) -> None:
         """Notes that this process runs and handles its own failures."""
