@@ -240,8 +240,13 @@ def _drafts(
     images = ImageColumn(named, folder, vision, problems)
     with_images = []
     for draft, (number, row) in zip(drafts, rows, strict=True):
+        value: Any = None
         if isinstance(columns.images, str):
             _, value = lookup(row, columns.images)
+        elif not isinstance(draft.prompt, str):
+            what = "a list of image columns needs a prompt that is a text"
+            remedy = "give the messages' images as one column"
+            problems.add(number, what, draft.prompt, remedy)
         else:
             text, value = numbered_images(draft.prompt, row, columns.images)
             draft = draft._replace(prompt=text)

@@ -106,6 +106,12 @@ def test_mmmu_has_options_as_a_text_and_images_by_number(read):
     assert prompt.answer == "B"
 
 
+def test_messages_take_their_images_from_one_column(read):
+    row = {"question": [{"role": "user", "content": "<image 1>?"}], "options": None, "answer": "B"}
+    with pytest.raises(ValueError, match="row 1: a list of image columns needs a prompt that is a"):
+        read("mmmu", row | {"subfield": "x"} | {f"image_{n}": PICTURE for n in range(1, 8)})
+
+
 def test_mathvision_has_one_picture_for_all_marks(read):
     row = {"question": "<image1> like <image2>?", "decoded_image": PICTURE, "answer": "C"}
     row |= {"options": ["A", "B", "C"], "subject": "counting", "level": 2}
