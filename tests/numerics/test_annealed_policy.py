@@ -68,17 +68,47 @@ def cuts(policy: MegatronPolicy) -> list[list[list[int]]]:
     return [[rows], [rows[:1], [], rows[1:3], rows[3:]]]
 
 
+def of_cuts(
+    policy: MegatronPolicy, batch: SequenceBatch, base: Tensor
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """(loss, gradient) of each cut."""
+    loss = ClippedLoss(batch, base)
+    found = []
+    for cut in cuts(policy):
+        totals = policy.backward(LocalBatch(batch, cut), loss, ENTROPY)
+        gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
+        found.append((totals.loss, gradient))
+    return found
+
+
+def differentiated(
+    model: torch.nn.Module, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor
+) -> dict[str, Any]:
+    """The scores of ``model`` without their graph, the loss of them and its gradient."""
+    index = torch.arange(len(logprobs))
+    loss = ClippedLoss(batch, logprobs).contribution(index, logprobs, entropy, lambda x: x)
+    loss.backward()
+    return {
+        "logprobs": logprobs.detach(),
+        "entropy": entropy.detach(),
+        "loss": loss.item(),
+        "gradient": gradients(model),
+    }
+
+
+def check_cuts(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Every cut has the loss and the gradient that are wanted."""
+    for loss, gradient in found["cuts"]:
+        assert abs(loss - wanted["loss"]) / abs(wanted["loss"]) <= RELATIVE
+        assert relative_error(gradient, wanted["gradient"]) <= RELATIVE
+
+
 def scores_and_gradients(path: Path, layout: dict[str, Any], base: Tensor) -> dict[str, Any]:
     """Logprobs, entropies, and for each cut (loss, gradient); and the logprobs of the same batch
     without temperatures, and with the policy's own for each token."""
     batch = annealed_batch()
     policy = zoo.tiny_policy(path, layout)
-    loss = ClippedLoss(batch, base)
-    found: dict[str, Any] = {"cuts": []}
-    for cut in cuts(policy):
-        totals = policy.backward(LocalBatch(batch, cut), loss, ENTROPY)
-        gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
-        found["cuts"].append((totals.loss, gradient))
+    found: dict[str, Any] = {"cuts": of_cuts(policy, batch, base)}
     (rows, *_) = cuts(policy)
     scores = policy.score(LocalBatch(batch, rows), [*ENTROPY, PROMPTS])
     found |= {"logprobs": scores.logprobs, "entropy": scores.columns["entropy"]}
@@ -100,15 +130,7 @@ def wanted() -> dict[str, Any]:
     batch = annealed_batch()
     model = zoo.tiny_model(MODEL)
     logprobs, entropy = plain_scores(model, batch)
-    index = torch.arange(len(logprobs))
-    loss = ClippedLoss(batch, logprobs).contribution(index, logprobs, entropy, lambda x: x)
-    loss.backward()
-    return {
-        "logprobs": logprobs.detach(),
-        "entropy": entropy.detach(),
-        "loss": loss.item(),
-        "gradient": gradients(model),
-    }
+    return differentiated(model, batch, logprobs, entropy)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -126,9 +148,7 @@ def test_values_and_gradients(name: str, hf_models: Path, wanted: dict[str, Any]
         assert (found["logprobs"] - wanted["logprobs"]).abs().max() <= BOUND
         assert (found["entropy"] - wanted["entropy"]).abs().max() <= BOUND
         assert torch.equal(found["reference"], found["logprobs"]), "the same weights"
-        for loss, gradient in found["cuts"]:
-            assert abs(loss - wanted["loss"]) / abs(wanted["loss"]) <= RELATIVE
-            assert relative_error(gradient, wanted["gradient"]) <= RELATIVE
+        check_cuts(found, wanted)
         assert torch.equal(found["constant"], found["without"]), "one temperature is the plain one"
         assert (found["without"] - found["logprobs"]).abs().max() > 0.1
         assert torch.equal(found["prompts"], found["prompts_at_1"]), "a prompt is not annealed"

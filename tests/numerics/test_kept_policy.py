@@ -18,13 +18,19 @@ from tests import zoo
 from tests.numerics.policy_reference import (
     ENTROPY,
     TEMPERATURE,
-    ClippedLoss,
-    gradients,
     make_batch,
-    relative_error,
     sequences,
 )
-from tests.numerics.test_annealed_policy import BOUND, MODEL, PROMPTS, RELATIVE, ROWS, cuts
+from tests.numerics.test_annealed_policy import (
+    BOUND,
+    MODEL,
+    PROMPTS,
+    ROWS,
+    check_cuts,
+    cuts,
+    differentiated,
+    of_cuts,
+)
 from tests.ranks import call
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -77,12 +83,7 @@ def scores_and_gradients(path: Path, layout: dict[str, Any], base: Tensor) -> di
     batch = kept_batch()
     share = layout.pop("share_prompts", True)
     policy = zoo.tiny_policy(path, layout, share_prompts=share)
-    loss = ClippedLoss(batch, base)
-    found: dict[str, Any] = {"cuts": []}
-    for cut in cuts(policy):
-        totals = policy.backward(LocalBatch(batch, cut), loss, ENTROPY)
-        gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
-        found["cuts"].append((totals.loss, gradient))
+    found: dict[str, Any] = {"cuts": of_cuts(policy, batch, base)}
     (rows, *_) = cuts(policy)
     without = replace(batch, kept=None)
     for name, one in (("", batch), ("all ", without)):
@@ -99,15 +100,7 @@ def wanted() -> dict[str, Any]:
     batch = kept_batch()
     model = zoo.tiny_model(MODEL)
     logprobs, entropy = plain_scores(model, batch)
-    index = torch.arange(len(logprobs))
-    loss = ClippedLoss(batch, logprobs).contribution(index, logprobs, entropy, lambda x: x)
-    loss.backward()
-    return {
-        "logprobs": logprobs.detach(),
-        "entropy": entropy.detach(),
-        "loss": loss.item(),
-        "gradient": gradients(model),
-    }
+    return differentiated(model, batch, logprobs, entropy)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -119,9 +112,7 @@ def test_values_and_gradients(name: str, hf_models: Path, wanted: dict[str, Any]
         assert (found["logprobs"] - base).abs().max() <= BOUND
         assert (found["entropy"] - wanted["entropy"]).abs().max() <= BOUND
         assert torch.equal(found["reference"], found["logprobs"]), "of the same kept tokens"
-        for loss, gradient in found["cuts"]:
-            assert abs(loss - wanted["loss"]) / abs(wanted["loss"]) <= RELATIVE
-            assert relative_error(gradient, wanted["gradient"]) <= RELATIVE
+        check_cuts(found, wanted)
         moved = (found["all logprobs"] - found["logprobs"]).abs()
         assert moved[::3].max() <= BOUND and moved.max() > 0.5
         assert torch.equal(found["prompts"], found["all prompts"]), "a prompt keeps everything"
