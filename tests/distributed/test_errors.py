@@ -40,7 +40,7 @@ def fail(case: str, nproc: int, rank: int = 0) -> str:
 @pytest.mark.parametrize(
     ("case", "nproc", "rank", "text"),
     [
-        ("user_one", 3, 2, LAYER),
+        pytest.param("user_one", 3, 2, LAYER, marks=pytest.mark.full),
         ("early_all", 4, 0, FILE),
         pytest.param("user_all", 4, 0, LAYER, marks=pytest.mark.full),
         pytest.param("early_one", 2, 1, FILE, marks=pytest.mark.full),
@@ -135,9 +135,8 @@ def _output_file(tmp_path, monkeypatch):
     monkeypatch.setenv("SERVING_OUTPUT", str(tmp_path / "output"))
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_ranks_end_with_their_torchrun(number):
     with serving(2) as (torchrun, ranks, _):
         torchrun.send_signal(number)
@@ -148,9 +147,9 @@ def test_ranks_end_with_their_torchrun(number):
 @pytest.mark.parametrize(
     ("case", "number", "text"),
     [
-        ("stop", signal.SIGTERM, f"ended by SIGTERM{UNSAVED}"),
+        pytest.param("stop", signal.SIGTERM, f"ended by SIGTERM{UNSAVED}", marks=pytest.mark.full),
         pytest.param("serve", signal.SIGINT, f"interrupted{UNSAVED}", marks=pytest.mark.full),
-        pytest.param("serve", signal.SIGTERM, f"ended by SIGTERM{UNSAVED}", marks=pytest.mark.full),
+        ("serve", signal.SIGTERM, f"ended by SIGTERM{UNSAVED}"),
     ],
 )
 def test_a_signal_to_torchrun_is_one_line(case, number, text):

@@ -58,6 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.save_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.full  # in the core tier: numerics/test_router_replay.py
 def test_experts_lie_with_their_rows(model: Path) -> None:
     reports = {
         name: call(count, step, model, layout, timeout=400)

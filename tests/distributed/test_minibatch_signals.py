@@ -147,6 +147,7 @@ def test_the_anchor_is_the_mean_of_the_first_minibatch(peaks_alone) -> None:
     assert report["metrics"]["entropy/nucleus_peak_mean"] == pytest.approx(report["anchor"], 0.2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "layout"), [pytest.param(2, {}, id="data"), *LAYOUTS])
 def test_ranks_find_the_same_peaks(model, peaks_alone, ranks: int, layout: dict[str, int]) -> None:
     reports = call(ranks, peaks, model, layout)
@@ -158,6 +159,7 @@ def test_ranks_find_the_same_peaks(model, peaks_alone, ranks: int, layout: dict[
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [pytest.param(2, {}, id="data"), *LAYOUTS])
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_ranks_choose_the_same_tokens(model, name: str, ranks: int, layout: dict[str, int]) -> None:
     (alone,) = call(1, chosen, model, {}, name)

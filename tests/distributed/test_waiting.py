@@ -95,6 +95,7 @@ def test_a_tail_of_five_times_the_old_limit_lives(tmp_path):
     assert sorted(re.findall(r"rank \d lives", output)) == [f"rank {n} lives" for n in range(3)]
 
 
+@pytest.mark.full
 def test_a_hanging_rank_is_named_and_all_stacks_are_written(tmp_path):
     (output,) = outputs_of(1, 3, "hang", tmp_path)
     (error,) = errors(output)

@@ -162,6 +162,7 @@ def _check_the_size_that_is_asked_for(folder: Path, four_steps: Path) -> None:
     assert size == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.full  # in the core tier: unit/run/test_run_folder.py
 def test_a_finished_run_started_again_ends_at_once(folder, four_steps):
     before = {path: path.stat().st_mtime_ns for path in four_steps.rglob("*") if path.is_file()}
     done = launch(
@@ -238,6 +239,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_the_newest_whole_ch
     ] == expected
 
 
+@pytest.mark.full
 def test_preemption_leaves_a_checkpoint_and_a_marker(folder, start):
     run_dir = folder / "preempted"
     settings = ["trainer.num_steps=500", "checkpoint.every_steps=2"]

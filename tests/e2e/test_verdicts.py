@@ -36,14 +36,13 @@ def trained(folder: Path, size: int, *more: str) -> tuple[list[str], list[dict]]
     return json.loads(out.read_text()), untimed_rows(run_dir)
 
 
+@pytest.mark.full  # in the core tier: the gradient alone (unit/rollouts/test_verdicts.py)
 @pytest.mark.parametrize(
     "more",
     [
         ["method=dapo"],
-        pytest.param(["method=a_grae", *PIPELINE], marks=pytest.mark.full),
-        pytest.param(
-            ["method=reinforce_pp", "parallel=single", "rollout.tensor=1"], marks=pytest.mark.full
-        ),
+        ["method=a_grae", *PIPELINE],
+        ["method=reinforce_pp", "parallel=single", "rollout.tensor=1"],
     ],
     ids=["tensor", "pipeline", "data"],
 )

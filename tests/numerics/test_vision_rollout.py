@@ -16,6 +16,7 @@ def output(tmp_path_factory):
     return launch(WORKER, nproc=1, args=[folder], timeout=280).stdout
 
 
+@pytest.mark.full  # in the core tier: the policy alone (test_vision_parity.py)
 @pytest.mark.parametrize("case", cases_of(WORKER))
 def test_images_in_the_engine(output, case):
     assert not verdict(output, case)

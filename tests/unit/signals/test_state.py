@@ -59,6 +59,7 @@ def test_a_resumed_run_remembers_and_repeats_the_uninterrupted_one(build) -> Non
         assert trained(row) == trained(other)
 
 
+@pytest.mark.full
 def test_without_its_memory_a_resumed_run_would_differ(
     build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,7 @@ def test_without_its_memory_a_resumed_run_would_differ(
 SIREN = {"method": "siren", "method_overrides": ["aggregate.norm_len=3", "entropy_anchor.coef=2.0"]}
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_back_to_the_entropy_of_the_start(build) -> None:
     """Of four tokens, all as likely: log 4. The policy has left it when the run is cut."""
     whole = build(*EIGHT, run="whole", **SIREN)
@@ -89,6 +91,7 @@ def test_a_resumed_run_goes_back_to_the_entropy_of_the_start(build) -> None:
         assert trained(row) == trained(other)
 
 
+@pytest.mark.full
 def test_the_pull_holds_the_entropy(build) -> None:
     """With a strong one the policy stays closer to where it started."""
     found = []
@@ -103,6 +106,7 @@ def test_the_pull_holds_the_entropy(build) -> None:
 LASER = {"method": "laser", "method_overrides": ["self_reward.token_id=3"]}
 
 
+@pytest.mark.full
 def test_a_resumed_run_compares_with_the_start(build) -> None:
     """Token 3 had a probability of one in four behind every response."""
     whole = build(*EIGHT, run="whole", **LASER)
