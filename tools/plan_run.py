@@ -172,6 +172,7 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
         rollout=Steady(0.0, 0.0),
         train_seconds=train_seconds(config, arch, cluster, lengths),
         train_idle=idle_share(rows, data_ranks) if data_ranks > 1 else 0.0,
+        tensor_messages=tensor_message_seconds(config, arch, cluster, lengths),
         sync=sync_of(config, arch, cluster),
         checkpoint_seconds=checkpoint_seconds(config, stages, cluster),
         checkpoint_waits=0.0 if config.checkpoint.background else 1.0,
@@ -231,16 +232,47 @@ def train_seconds(
     tokens = lengths.reshape(-1) + config.rollout.max_prompt_tokens
     of_token = 2 * model.crossover_tokens * arch.num_layers * arch.num_heads * arch.head_dim
     forward = float(model.work(tokens).sum()) * of_token
+    # A backward pass multiplies twice as much as a forward pass.
+    passes = passes_of_step(config, backward=2)
+    return passes * forward / (cluster.size * cluster.tflops * 1e12)
+
+
+def passes_of_step(config: Config, backward: int) -> int:
+    """Passes of a step's responses through the policy, each backward pass counted ``backward``
+    times."""
     batch = config.batch
     epochs = config.trainer.epochs_per_rollout
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     perception = config.method.perception
-    passes = epochs * (4 if config.parallel.recompute == "full" else 3)
+    passes = epochs * (1 + backward + (config.parallel.recompute == "full"))
     passes *= config.method.sequences_per_response
     passes += signals_of(method, config.seed).needs("ref")
     passes += perception is not None and perception.masked == "old"
     passes += epochs > 1 or batch.prompts_per_minibatch < batch.prompts_per_step
-    return passes * forward / (cluster.size * cluster.tflops * 1e12)
+    return passes
+
+
+def tensor_message_seconds(
+    config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray
+) -> float:
+    """Of one step: what tensor parallelism sends between two products, while neither can run.
+
+    A block (attention, or a dense feed-forward layer) gathers its input over the tensor ranks and
+    sums its output over them, in the forward and in the backward pass; with or without sequence
+    parallelism each rank then sends ``2 (tensor - 1) / tensor`` times the hidden states, of 2 bytes
+    a number. Experts are exchanged in another way, and not counted, nor are embedding and head.
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+    (arXiv 2205.05198), section 4.2.2.
+    """
+    tensor = config.parallel.tensor
+    blocks = arch.num_layers * (1 if arch.num_experts else 2)
+    tokens = float(lengths.sum()) + lengths.size * config.rollout.max_prompt_tokens
+    sent = 2 * (tensor - 1) / tensor * blocks * tokens * arch.hidden_size * 2
+    in_node = tensor <= cluster.gpus
+    rate = cluster.nvlink_gb_s if in_node else cluster.network_gb_s
+    # Each rank has a 1 / (size / tensor) of the tokens and layers.
+    of_rank = sent * tensor / cluster.size
+    return passes_of_step(config, backward=1) * of_rank / (rate * 1e9)
 
 
 def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> SyncForecast | str:

@@ -66,6 +66,33 @@ def test_an_update_that_sees_each_response_twice_takes_twice_as_long() -> None:
     assert old == pytest.approx(5 / 4 * grpo)
 
 
+@pytest.mark.parametrize(("gpus", "rate"), [(8, 100.0), (2, 10.0)])
+def test_what_tensor_ranks_send_each_other(gpus: int, rate: float) -> None:
+    """Groups of 4 ranks; each sums 56 blocks in 3 passes: forward, backward, the reference's. To
+    sum over 4 ranks, each sends 2 x 3/4 of the numbers, of 2 bytes. Within a node over NVLink."""
+    cluster = plan_run.Cluster(8 // gpus, gpus, 80, None, 1, 100.0, 10.0, 1, 1)
+    planned = config(
+        "batch.prompts_per_step=4", "batch.prompts_per_minibatch=4", "parallel.tensor=4"
+    )
+    lengths = np.full((4, 8), 100)
+    tokens_of_group = 32 * (100 + planned.rollout.max_prompt_tokens) / 2
+    by_hand = 3 * 56 * 1.5 * tokens_of_group * 3584 * 2 / (rate * 1e9)
+    seconds = plan_run.tensor_message_seconds(planned, QWEN2_5_7B, cluster, lengths)
+    assert seconds == pytest.approx(by_hand)
+
+
+def test_what_leaves_for_the_host_comes_back(capsys, monkeypatch) -> None:
+    """Weights, 2 bytes over 2 ranks; of the optimizer 12 bytes over all 8; at 25 GB/s."""
+    offload = "memory.offload=[weights,gradients,optimizer]"
+    words = ["--nodes", "1", *SEVEN, "parallel.tensor=2", offload]
+    found = page(capsys, monkeypatch, *words)[1]
+    step = float(found["step"].split()[0])
+    copies = 2 * PARAMETERS * (2 / 2 + 12 / 8) / 25e9
+    share = re.search(r"([\d.]+)%  copies to the host", found[""])
+    assert share is not None
+    assert float(share[1]) == pytest.approx(100 * copies / step, abs=0.1)
+
+
 ROOMY = ["--nodes", "1", "--gpu-gib", "640"]
 WEIGHTS_GB = 2 * PARAMETERS / 1e9  # in bfloat16
 

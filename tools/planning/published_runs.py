@@ -16,7 +16,15 @@ import numpy as np
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.planning.engine_memory import engine_memory
-from tools.plan_run import configuration, engines_of, planned, rollout_of, sync_of, train_seconds
+from tools.plan_run import (
+    configuration,
+    engines_of,
+    planned,
+    rollout_of,
+    sync_of,
+    tensor_message_seconds,
+    train_seconds,
+)
 from tools.planning.rollout_time import response_lengths
 from tools.planning.simulated_rollouts import Steady
 from tools.planning.sync_forecast import SyncForecast
@@ -91,6 +99,7 @@ class Row:
         page = replace(
             self.page,
             train_seconds=self.page.train_seconds / shares.training,
+            tensor_messages=self.page.tensor_messages / shares.training,
             sync=replace(self.page.sync, seconds=self.page.sync.seconds / shares.sync),
         )
         page = replace(page, rollout=self.run.rollout(self.lengths, page, shares.generation))
@@ -151,9 +160,11 @@ def read_row(kind: str, run: Run, published: dict[str, float]) -> Row:
     lengths = lengths_of_mean(published["mean"], math.prod(shape), limit).reshape(shape)
     if kind == "trainings":
         training = train_seconds(config, run.arch, run.cluster, lengths)
+        training += tensor_message_seconds(config, run.arch, run.cluster, lengths)
         return Row(kind, run, seconds, (0.0, training, 0.0))
     page = planned(config, run.arch, run.cluster, lengths)
-    alone = run.rollout(lengths, replace(page, train_seconds=0.0, train_idle=0.0), 1.0)
+    no_training = replace(page, train_seconds=0.0, train_idle=0.0, tensor_messages=0.0)
+    alone = run.rollout(lengths, no_training, 1.0)
     least = (alone.seconds, sum(update_parts(page, config).values()), page.sync_seconds)
     return Row(kind, run, seconds, least, lengths, page)
 
