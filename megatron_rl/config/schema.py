@@ -23,15 +23,19 @@ from pydantic import (
 
 from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.data_names import as_names
+from megatron_rl.config.observability import (
+    LoggingConfig,
+    MismatchLimits,
+    NonFiniteConfig,
+    ProfileConfig,
+)
 from megatron_rl.hooks import ChosenHooks
 from megatron_rl.loss.config import MethodConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes up a gradient
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 _SMALLEST_FLOAT32 = 1.2e-38
-MAX_TAG = 64  # characters that wandb takes for a tag
 Columns = tuple[str, ...]
-WandbTag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
 
 
 def _day(text: str) -> str:
@@ -332,36 +336,11 @@ class EvaluationConfig(Section):
     stop_after: PositiveInt | None
 
 
-class LoggingConfig(Section):
-    console: bool
-    tensorboard: bool
-    wandb: Literal["disabled", "offline", "online"]
-    wandb_project: str
-    wandb_name: str | None
-    wandb_group: str | None
-    wandb_job_type: str
-    wandb_tags: tuple[WandbTag, ...]
-    log_samples: NonNegativeInt
-    rank_files: bool
-
-
 class MemoryConfig(Section):
     """Parts of the policy that leave the device while the engine generates, and a check."""
 
     enforce: bool
     offload: tuple[Literal["optimizer", "gradients", "weights"], ...]
-
-
-class MismatchLimits(Section):
-    warn_above: PositiveFloat | None
-    abort_above: PositiveFloat | None
-
-
-class NonFiniteConfig(Section):
-    """Optimizer steps whose loss or gradient norm is not finite are always skipped."""
-
-    stop_after: PositiveInt | None
-    bundle_step: PositiveInt | None
 
 
 class Config(Section):
@@ -382,6 +361,7 @@ class Config(Section):
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig
+    profile: ProfileConfig
     memory: MemoryConfig
     mismatch_limits: MismatchLimits
     rollout_hooks: ChosenHooks  # between scoring and credit, in this order: {name: {knobs}}

@@ -42,6 +42,7 @@ NON_TRAINING = (
     "evaluation",
     "logging",
     "memory",
+    "profile",
     "mismatch_limits",
     "nonfinite",
     "source.record_gib",

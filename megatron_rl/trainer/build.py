@@ -46,6 +46,7 @@ from megatron_rl.runtime.device import device, make_deterministic
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World, log_to_file
+from megatron_rl.runtime.profiling import Profiler
 from megatron_rl.signals import Signals, SignalSetup, signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
@@ -105,10 +106,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         demonstrations=demonstrations,
         save=lambda step: folder.save_unless_there(step, policy, source),
     )
-    if config.source.is_servers:
-        source = build_served(parts)
-    else:
-        source = build_with_engines(parts)
+    source = build_served(parts) if config.source.is_servers else build_with_engines(parts)
     return Trainer(
         config=config.trainer,
         source=source,
@@ -117,8 +115,14 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         folder=folder,
         world=world,
         display=display,
+        profiler=build_profiler(config, world.rank),
         stop_requested=stop_requested.__bool__,
     )
+
+
+def build_profiler(config: Config, rank: int) -> Profiler:
+    folder = Path(config.run_dir) / "profile"
+    return Profiler(config.profile.steps, config.profile.kind, folder, rank)
 
 
 def build_with_engines(parts: SourceParts) -> Rollouts:

@@ -16,6 +16,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
+from megatron_rl.runtime.profiling import Profiler
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.types import SyncReport
 
@@ -33,6 +34,7 @@ class Trainer:
     folder: RunFolder
     world: World
     display: Display
+    profiler: Profiler
     stop_requested: Callable[[], bool]
 
     def run(self) -> None:
@@ -61,7 +63,8 @@ class Trainer:
                 best = folder.scores.as_text()
                 logger.info("evaluation.stop_after: %s, and none better since: the run ends", best)
                 break
-            metrics = self.step(step)
+            with self.profiler.step(step):
+                metrics = self.step(step)
             if self.evaluator.due(step, num_steps):
                 metrics |= self._evaluate()
             improved = self._log(metrics)

@@ -252,6 +252,12 @@ def _training(config: Config) -> Iterator[str]:
             f" rollout.pipeline = {config.rollout.pipeline} (sampled tokens are compared with the"
             " policy at every step anyway)"
         )
+    num_steps = config.trainer.num_steps
+    if num_steps is not None and max(config.profile.steps, default=0) > num_steps:
+        yield (
+            f"profile.steps = {list(config.profile.steps)}: the run has {num_steps} steps"
+            " (trainer.num_steps); name steps of it"
+        )
     kept = config.checkpoint.keep_every_steps
     saved = config.checkpoint.every_steps
     if kept and (saved == 0 or kept % saved):

@@ -59,6 +59,12 @@ def machine_problems(
         if sizes is not None:
             yield from _block_sizes(fp8, config.parallel, sizes)
     yield from engine_problems(config.rollout, machine, sizes)
+    profile = config.profile
+    if profile.steps and profile.kind != "torch" and machine.compute_capability is None:
+        yield (
+            f"profile.kind = {profile.kind}: records what a GPU does, and there is no CUDA device;"
+            " set profile.kind=torch"
+        )
     if precision.adam == "fused" and machine.adam == "torch":
         yield (
             "precision.adam = fused: neither Transformer Engine nor apex can be imported here;"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_rl.annealing import Annealing
 from megatron_rl.passes import TokenScores, UpdateResult
@@ -28,7 +29,7 @@ from megatron_rl.types import SyncReport, largest
 
 
 class Clock:
-    """Adds up wall seconds by phase: ``with clock("rollout"): ...``."""
+    """Adds up wall seconds by phase: ``with clock("rollout"): ...``. Traces show the phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -37,7 +38,8 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         try:
-            yield
+            with record_function(phase):
+                yield
         finally:
             self.seconds[phase] += time.perf_counter() - begin
 

@@ -21,6 +21,7 @@ from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
+from megatron_rl.runtime.profiling import Profiler
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
@@ -122,6 +123,7 @@ def build_bandit(
         folder=run_folder,
         world=WORLD,
         display=DISPLAY,
+        profiler=Profiler(config.profile.steps, "torch", run_folder.path / "profile", 0),
         stop_requested=stop,
     )
 

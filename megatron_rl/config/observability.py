@@ -1,0 +1,42 @@
+"""The sections that watch a run: logs, traces, and the numbers that warn or stop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.knobs import Piece
+
+MAX_TAG = 64  # characters that wandb takes for a tag
+WandbTag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
+
+
+class LoggingConfig(Piece):
+    console: bool
+    tensorboard: bool
+    wandb: Literal["disabled", "offline", "online"]
+    wandb_project: str
+    wandb_name: str | None
+    wandb_group: str | None
+    wandb_job_type: str
+    wandb_tags: tuple[WandbTag, ...]
+    log_samples: NonNegativeInt
+    rank_files: bool
+
+
+class ProfileConfig(Piece):
+    steps: tuple[PositiveInt, ...]
+    kind: Literal["torch", "memory", "nsys"]
+
+
+class MismatchLimits(Piece):
+    warn_above: PositiveFloat | None
+    abort_above: PositiveFloat | None
+
+
+class NonFiniteConfig(Piece):
+    """Optimizer steps whose loss or gradient norm is not finite are always skipped."""
+
+    stop_after: PositiveInt | None
+    bundle_step: PositiveInt | None
