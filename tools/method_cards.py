@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
+import operator
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,6 +199,7 @@ def card(name: str, config: MethodConfig, common: frozenset[str]) -> str:
     lines = [f"# {name}: {fields['title']}", ""]
     lines += [f'`method={name}`, or `load_method("{name}")` on its own.', ""]
     lines += [f"**{key.capitalize()}.** {fields[key]}\n" for key in ORDER]
+    lines += [f"**Lines.** {', '.join(source_lines(config))}.\n"]
     lines += [f"**Claim.** {line}\n" for line in claims_of(name)]
     lines += [
         "## Choices",
@@ -212,6 +215,19 @@ def card(name: str, config: MethodConfig, common: frozenset[str]) -> str:
         lines += ["## Metrics", "", f"Beside the [common ones](README.md#metrics): {sentence(own)}"]
         lines += [""]
     return "\n".join(lines)
+
+
+def source_lines(config: MethodConfig) -> Iterator[str]:
+    """Links to the functions that a method chooses, in the order in which they run."""
+    for key, table in CHOICES:
+        chosen = operator.attrgetter(key)(config)
+        for choice in chosen.values() if isinstance(chosen, dict) else [chosen]:
+            if choice.name == "constant":
+                continue  # the weight of the KL penalty, where there is none of its own
+            function = inspect.unwrap(table[choice.name].function)
+            lines, first = inspect.getsourcelines(function)
+            file = Path(inspect.getfile(function)).relative_to(ROOT)
+            yield f"[{choice.name}](../../{file}#L{first}-L{first + len(lines) - 1})"
 
 
 @functools.cache
@@ -239,7 +255,8 @@ def needs_text(method: Method) -> str:
 INTRODUCTION = """\
 # Methods
 
-One yaml each in `conf/method`; the cards say equation, choices, limits and deviations. Every method
+One yaml each in `conf/method`; the cards say equation, the lines that
+compute it, choices, limits and deviations. Every method
 is compared with a plain implementation (`tests/unit/loss/reference.py`) by
 `test_credit_and_loss_equal_the_plain_reference` in `tests/unit/loss/test_methods.py`; the last
 column names the tests by hand of its estimator (`tests/unit/loss/test_advantages.py`), of its
