@@ -37,7 +37,13 @@ from megatron_rl.planning.engine_memory import (
     max_sequences,
 )
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import MemoryBudget, no_cache, overhead_gib, problems
+from megatron_rl.planning.phases import (
+    MemoryBudget,
+    host_copies,
+    no_cache,
+    overhead_gib,
+    problems,
+)
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.signals import signals_of
 from tools.plan_sync import PRESETS, positive, whole
@@ -54,7 +60,7 @@ from tools.planning.rollout_time import (
 from tools.planning.simulated_rollouts import Push, Steady
 from tools.planning.sync_forecast import Ranks, SyncForecast, forecast
 from tools.planning.sync_time import Links
-from tools.run_page import Cluster, Page, is_beside_training, lines, update_parts
+from tools.run_page import HOST_LINK_GB_S, Cluster, Page, is_beside_training, lines, update_parts
 
 
 def arguments() -> argparse.Namespace:
@@ -173,6 +179,7 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
         train_seconds=train_seconds(config, arch, cluster, lengths),
         train_idle=idle_share(rows, data_ranks) if data_ranks > 1 else 0.0,
         tensor_messages=tensor_message_seconds(config, arch, cluster, lengths),
+        offload_seconds=offload_seconds(config, stages),
         sync=sync_of(config, arch, cluster),
         checkpoint_seconds=checkpoint_seconds(config, stages, cluster),
         checkpoint_waits=0.0 if config.checkpoint.background else 1.0,
@@ -273,6 +280,13 @@ def tensor_message_seconds(
     # Each rank has a 1 / (size / tensor) of the tokens and layers.
     of_rank = sent * tensor / cluster.size
     return passes_of_step(config, backward=1) * of_rank / (rate * 1e9)
+
+
+def offload_seconds(config: Config, stages: Sequence[StageMemory]) -> float:
+    """Of a step: what leaves for the host while the engine generates comes back to train."""
+    states = host_copies(config)
+    held = max(sum(getattr(stage, state) for state in states) for stage in stages)
+    return 2 * held / (HOST_LINK_GB_S * 1e9)
 
 
 def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> SyncForecast | str:

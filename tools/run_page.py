@@ -11,7 +11,7 @@ from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import MemoryBudget, demands, host_copies
+from megatron_rl.planning.phases import MemoryBudget, demands
 from tools.planning.simulated_rollouts import Steady
 from tools.planning.sync_forecast import SyncForecast
 
@@ -64,6 +64,7 @@ class Page:
     train_seconds: float
     train_idle: float
     tensor_messages: float
+    offload_seconds: float
     sync: SyncForecast | str
     checkpoint_seconds: float
     checkpoint_waits: float
@@ -76,12 +77,6 @@ class Page:
     def switch_seconds(self) -> float:
         """Of a server that goes over to staged weights, by the rate of its memory alone."""
         return self.staged_bytes / (HOST_LINK_GB_S * 1e9)
-
-    def offload_seconds(self, config: Config) -> float:
-        """Of a step: what leaves for the host while the engine generates comes back to train."""
-        states = host_copies(config)
-        held = max(sum(getattr(stage, state) for state in states) for stage in self.stages)
-        return 2 * held / (HOST_LINK_GB_S * 1e9)
 
 
 def is_beside_training(config: Config) -> bool:
@@ -166,7 +161,7 @@ def update_parts(page: Page, config: Config) -> dict[str, float]:
         "training": page.train_seconds,
         "messages of tensor parallelism": page.tensor_messages,
         "ranks that wait for the one with the most work": passes / (1 - page.train_idle) - passes,
-        "copies to the host and back": page.offload_seconds(config),
+        "copies to the host and back": page.offload_seconds,
         "checkpoints that the run waits for": checkpoint,
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch.autograd.profiler import emit_nvtx
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 _NUM_OPERATORS = 40  # lines of the table of a trace
 
@@ -48,11 +48,9 @@ class Profiler:
 
 @contextmanager
 def _trace(path: Path) -> Iterator[None]:
-    activities = [ProfilerActivity.CPU]
-    sort_by = "self_cpu_time_total"
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-        sort_by = "self_cuda_time_total"
+    activities = supported_activities()
+    on_gpu = ProfilerActivity.CUDA in activities
+    sort_by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
     with profile(activities=activities) as recorded:
         yield
     recorded.export_chrome_trace(str(path.with_suffix(".json.gz")))

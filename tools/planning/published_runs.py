@@ -100,6 +100,7 @@ class Row:
             self.page,
             train_seconds=self.page.train_seconds / shares.training,
             tensor_messages=self.page.tensor_messages / shares.training,
+            offload_seconds=self.page.offload_seconds / shares.training,
             sync=replace(self.page.sync, seconds=self.page.sync.seconds / shares.sync),
         )
         page = replace(page, rollout=self.run.rollout(self.lengths, page, shares.generation))
@@ -163,8 +164,8 @@ def read_row(kind: str, run: Run, published: dict[str, float]) -> Row:
         training += tensor_message_seconds(config, run.arch, run.cluster, lengths)
         return Row(kind, run, seconds, (0.0, training, 0.0))
     page = planned(config, run.arch, run.cluster, lengths)
-    no_training = replace(page, train_seconds=0.0, train_idle=0.0, tensor_messages=0.0)
-    alone = run.rollout(lengths, no_training, 1.0)
+    nothing = dict(train_seconds=0.0, train_idle=0.0, tensor_messages=0.0, offload_seconds=0.0)
+    alone = run.rollout(lengths, replace(page, **nothing), 1.0)
     least = (alone.seconds, sum(update_parts(page, config).values()), page.sync_seconds)
     return Row(kind, run, seconds, least, lengths, page)
 
