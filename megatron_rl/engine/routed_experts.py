@@ -116,23 +116,27 @@ class ExpertReader:
             returned: what vLLM returned for it.
         """
         if not self._are_returned:
-            returned = self._kept(name, tokens)
+            returned = self._kept(name, tokens.num_tokens - 1)
         return packed_rows(returned, tokens)
 
     def of_open(self, name: str, tokens: TokensOf) -> UInt8[np.ndarray, "num_tokens width"]:
-        """Of a response that has not ended; none where it waits for room in the cache."""
+        """Of a response that has not ended: of the tokens that have been computed; none where it
+        waits for room in the cache."""
         states = self._llm.llm_engine.output_processor.request_states
         if self._are_returned:
             chunks = states[name].routed_experts_chunks
             found = np.concatenate(chunks) if chunks else None
         else:
-            found = self._kept(name, tokens)
+            # All or nothing: engines on a CPU compute no prompt in pieces (``arguments``).
+            found = self._kept(name, tokens.num_tokens - 1)
         if found is None:
             return not_given(tokens.num_tokens, tokens.width)
-        return packed_rows(found, tokens)
+        rows = packed_rows(found, tokens._replace(num_tokens=len(found) + 1))
+        others = not_given(tokens.num_tokens - len(rows), tokens.width)
+        return np.concatenate([rows, others])
 
-    def _kept(self, name: str, tokens: TokensOf) -> Experts | None:
-        return self._llm.collective_rpc("kept_experts", args=(name, tokens.num_tokens - 1))[0]
+    def _kept(self, name: str, num_tokens: int) -> Experts | None:
+        return self._llm.collective_rpc("kept_experts", args=(name, num_tokens))[0]
 
 
 def packed_rows(found: Experts | None, tokens: TokensOf) -> UInt8[np.ndarray, "num_tokens width"]:
@@ -143,14 +147,20 @@ def packed_rows(found: Experts | None, tokens: TokensOf) -> UInt8[np.ndarray, "n
         RuntimeError: these are no choices of a router.
     """
     # A router chooses k different experts. Arrays that nobody has written are zeros.
-    is_empty = found is None or not found.any()
-    if is_empty or (found[..., :1] == found[..., 1:2]).any():
+    num_inputs = tokens.num_tokens - 1
+    problem = ""
+    if found is None:
+        problem = "no experts"
+    elif len(found) < num_inputs:
+        problem = f"experts of {len(found)} of {num_inputs} tokens"
+    elif not found.any() or (found[..., :1] == found[..., 1:2]).any():
+        problem = "zeros in the place of experts"
+    if found is None or problem:
         raise RuntimeError(
-            f"{tokens.what}: vLLM returned no experts of its routers but"
-            f" {'none' if found is None else 'zeros'}: its record of them does not work for this"
+            f"{tokens.what}: vLLM returned {problem}: its record of them does not work for this"
             " model, or these kernels; set rollout.router_replay=old_policy or none"
         )
     rows = not_given(tokens.num_tokens, tokens.width)
-    numbers = torch.from_numpy(found.reshape(len(found), -1).astype(np.int64))
-    rows[: len(found)] = packed_experts(numbers, tokens.width // numbers.shape[1]).numpy()
+    numbers = torch.from_numpy(found[:num_inputs].reshape(num_inputs, -1).astype(np.int64))
+    rows[:-1] = packed_experts(numbers, tokens.width // numbers.shape[1]).numpy()
     return rows

@@ -172,9 +172,10 @@ def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) 
             {name: np.concatenate([columns[name], come.columns[name]]) for name in columns},
         )
 
-    experts = None
-    if first.experts is not None and more.experts is not None:
-        experts = both(first.experts, more.experts)
+    experts = first.experts
+    if experts is not None:
+        assert more.experts is not None, "sampled alike"
+        experts = both(experts, more.experts)
     joining = replace(more, group_ids=groups)
     together = Responses(
         prompts=[*first.prompts, *more.prompts],
