@@ -95,12 +95,18 @@ def serve(config: Config, options: argparse.Namespace) -> None:
     # Deferred until the configuration is valid: importing torch takes seconds.
     from megatron_rl.engine.arguments import engine_arguments, served_settings
     from megatron_rl.engine.requirements import check_start
+    from megatron_rl.engine.routed_experts import RETURNED
     from megatron_rl.engine.serving import server
     from megatron_rl.runtime.registry import FOLDER, Lease, Registration, run_secret
     from megatron_rl.weight_sync.fleet.commands import HttpServer
 
     check_start(config.rollout)
     arguments = engine_arguments(config.model.path, config.rollout, config.seed, multimodal(config))
+    if config.rollout.router_replay == "rollout" and not arguments.keys() & RETURNED:
+        raise ValueError(
+            "rollout.router_replay = rollout: vLLM's server returns experts where it has Triton, on"
+            " GPUs; use engines of the run (source=colocated), or set it to old_policy"
+        )
     folder = Path(config.run_dir) / FOLDER
     secret = run_secret(folder)
     host = options.host

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import PIL.Image
 import pyarrow
 import torch
@@ -97,7 +98,8 @@ class Sampling:
     Logprobs are those of the distribution sampled from, after temperature and truncation. With a
     seed, response j to a prompt depends on (seed, uid of the prompt, j) only. ``with_kept``: the
     tokens that ``top_k`` and ``top_p`` keep come with each sampled one, so that training can
-    restrict the policy to them; ``top_k`` bounds their number.
+    restrict the policy to them; ``top_k`` bounds their number. ``expert_width``: bytes of the
+    experts of a token, see ``Completion.experts``, where they are to come too.
 
     Example: ``Sampling(num_responses=8, max_response_tokens=64, temperature=1.0, seed=3)``.
     """
@@ -112,6 +114,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     annealing: Annealing | None = None  # in the place of ``temperature``, which is 1 then
     with_kept: bool = False
+    expert_width: int = 0
 
     @property
     def num_kept(self) -> int:
@@ -136,7 +139,8 @@ class Completion:
     given, one span of ``weight_version``. ``sampled``: which tokens the engine drew, where an
     environment has appended others (those count in no loss, mean or check); None: all. ``kept``:
     the ids that the sampler kept for each token, ``Sampling.num_kept`` places a token, -1 in free
-    ones; None: the whole vocabulary.
+    ones; None: the whole vocabulary. ``experts``: of all tokens of its prompt and its own, those
+    that the engine's routers chose, see ``models.experts``; None: nothing is known of them.
 
     Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``, whose spans
     are ``(VersionSpan(4, end=2),)``.
@@ -149,6 +153,7 @@ class Completion:
     spans: tuple[VersionSpan, ...] = ()
     sampled: Sequence[bool] | None = None
     kept: Sequence[int] | None = None  # array("i")
+    experts: UInt8[np.ndarray, "all_tokens width"] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", _packed("i", self.token_ids))

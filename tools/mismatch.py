@@ -68,6 +68,7 @@ class Scoring:
         weights: a HF directory in place of the bundle's.
         as_trained: at the run's temperature and over the kept tokens, of the policy.
         kept: with the tokens that the sampler kept, where ``as_trained``.
+    replayed: of the policy, with the experts that the run replayed.
         head_16: the engine's head in the type of its weights.
         plain_attention: torch's attention by matrix products.
     """
@@ -78,6 +79,7 @@ class Scoring:
     weights: str | None = None
     as_trained: bool = False
     kept: bool = True
+    replayed: bool = True
     head_16: bool = False
     plain_attention: bool = False
 
@@ -139,6 +141,9 @@ def sample(bundle: Bundle, most: int) -> Sample:
         for name in ("temperatures", "kept")
         if (values := getattr(batch, name)) is not None
     }
+    if batch.experts is not None:  # of prompts too
+        of_rows = batch.experts.split(batch.lengths.tolist())
+        columns["experts"] = torch.cat([of_rows[row] for row in rows])
     own = replace(sequence_batch(pairs, images=images), **columns)
     responses = bundle.experience.responses
     versions = responses.weight_versions[rows][own.response_index.numpy()]
@@ -163,6 +168,8 @@ def score(bundle: Bundle, scoring: Scoring, most: int, world: World) -> np.ndarr
         batch = replace(batch, temperatures=None, kept=None)
     elif not scoring.kept:
         batch = replace(batch, kept=None)
+    if not scoring.replayed:
+        batch = replace(batch, experts=None)
     with sdpa_kernel(SDPBackend.MATH) if scoring.plain_attention else nullcontext():
         scores = policy.score_alone(batch, temperature=None if scoring.as_trained else 1.0)
     return scores.logprobs.double().numpy()
@@ -213,6 +220,8 @@ def scorings(bundle: Bundle, older: Mapping[int, Path]) -> dict[str, Scoring]:
     }
     if config.rollout.is_truncated:
         needed["policy, no mask"] = Scoring(as_trained=True, kept=False)
+    if config.rollout.router_replay != "none":
+        needed["policy, own experts"] = Scoring(as_trained=True, replayed=False)
     if config.rollout.quantization is not None:
         needed["engine, not quantized"] = Scoring(engine=True, rollout=plain)
     if config.rollout.dtype != "float32":
@@ -267,6 +276,7 @@ def differences(bundle: Bundle, taken: Sample, found: Mapping[str, np.ndarray]) 
         ("policy", "policy, plain attention", "attention kernel"),
         (unquantized, "engine, head in 16 bits", "head in 16 bits"),
         ("policy as trained", "policy, no mask", "sampling mask"),
+        ("policy as trained", "policy, own experts", "router"),
     ]
     return result + [
         Difference(cause, f"{one} -> {other}", found[other] - found[one])

@@ -160,7 +160,7 @@ class RolloutConfig(Section):
     anneal: AnnealConfig
     top_p: PositiveFraction
     top_k: Annotated[int, AfterValidator(_top_k)]
-    router_replay: Literal["none", "old_policy"]
+    router_replay: Literal["none", "old_policy", "rollout"]
     max_prompt_tokens: PositiveInt
     max_response_tokens: PositiveInt
     response_stages: tuple[ResponseStage, ...] | None

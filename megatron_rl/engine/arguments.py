@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.requests import MultimodalConfig
+from megatron_rl.engine.routed_experts import arguments_to_return
 from megatron_rl.engine.weights.lazy_loading import WITHOUT_WEIGHTS
 from megatron_rl.runtime.launch import NO_LIMIT
 
@@ -42,6 +43,8 @@ def served_settings(config: RolloutConfig) -> dict[str, str]:
         settings["rollout.batch_invariant"] = "true"
     if config.is_truncated:
         settings["rollout.top_k"] = str(config.top_k)
+    if config.router_replay == "rollout":
+        settings["rollout.router_replay"] = config.router_replay
     return settings
 
 
@@ -86,6 +89,8 @@ def engine_arguments(
         arguments["logits_processors"] = [_CHANGED_LOGITS]
     if config.is_truncated:
         arguments["max_logprobs"] = config.top_k
+    if config.router_replay == "rollout":
+        arguments |= arguments_to_return()
     if without_weights:
         arguments["load_format"] = WITHOUT_WEIGHTS
     if multimodal is not None:

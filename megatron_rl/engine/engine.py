@@ -19,6 +19,7 @@ from megatron_rl.engine.arguments import engine_arguments
 from megatron_rl.engine.request_tracking import RequestTracker
 from megatron_rl.engine.requests import MultimodalConfig, check_request, request
 from megatron_rl.engine.requirements import building, check_start
+from megatron_rl.engine.routed_experts import ExpertReader
 from megatron_rl.engine.sampling import eos_token_ids, scoring
 from megatron_rl.engine.side_effects import (
     EngineStream,
@@ -97,7 +98,6 @@ class VllmEngine:
         self._num_unseeded = 0
         self._failure: str | None = None
         self._expected = expected or expected_tensors(Path(model_path))
-        self._tracker = RequestTracker(eos_token_ids(Path(model_path)), multimodal)
         self._asleep: set[str] = set()
         self._shards: list[Shard] | None = None
         self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
@@ -109,6 +109,8 @@ class VllmEngine:
         check_start(config)
         self._is_filled = expected is None or not lazy_loading.can_wait_for_sync(config)
         self._stream, self._llm = self._build(model_path, launch_id)
+        experts = ExpertReader(self._llm) if config.router_replay == "rollout" else None
+        self._tracker = RequestTracker(eos_token_ids(Path(model_path)), multimodal, experts)
         # What it works on at a time, and some to continue with until more is handed out.
         at_a_time = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self.capacity = at_a_time * 9 // 8 + 1
@@ -127,14 +129,15 @@ class VllmEngine:
     def _build(self, model_path: str, launch_id: str) -> tuple[EngineStream, LLM]:
         """vLLM and the stream that it was built in."""
         seed = self._seed + self.replica
-        arguments = engine_arguments(
-            model_path, self._config, seed, self._multimodal, without_weights=not self._is_filled
-        )
+        empty = not self._is_filled
         with undisturbed_process(), preserved_random_state(), ExitStack() as stack:
             prepare_import(batch_invariant=self._config.batch_invariant)
             from vllm import LLM  # after prepare_import, whose settings it reads
 
             lazy_loading.register_loader()
+            arguments = engine_arguments(
+                model_path, self._config, seed, self._multimodal, without_weights=empty
+            )
             # vLLM learns of streams that are set after its import, so the stream comes now.
             stream = EngineStream()
             stack.enter_context(stream.entered())

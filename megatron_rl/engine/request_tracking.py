@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from megatron_rl.engine.requests import MultimodalConfig, behind, check_expansion, request
+from megatron_rl.engine.routed_experts import ExpertReader, TokensOf
 from megatron_rl.engine.sampling import request_seed, vllm_sampling
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.types import Completion, Prompt, Sampling
@@ -32,11 +33,16 @@ class _Open(NamedTuple):
     Attributes:
         name: vLLM's.
         asked: the tokens before its first new one.
+        expert_width: see ``Sampling``.
     """
 
     name: str
     asked: tuple[int, ...]
     what: str  # for messages
+    expert_width: int = 0
+
+    def tokens(self, num_new: int) -> TokensOf:
+        return TokensOf(len(self.asked) + num_new, self.expert_width, self.what)
 
 
 class RequestTracker:
@@ -46,9 +52,16 @@ class RequestTracker:
     know nothing of each other, decides alike, and request ids are equal too.
     """
 
-    def __init__(self, eos_token_ids: Sequence[int], multimodal: MultimodalConfig | None) -> None:
+    def __init__(
+        self,
+        eos_token_ids: Sequence[int],
+        multimodal: MultimodalConfig | None,
+        experts: ExpertReader | None = None,
+    ) -> None:
+        """``experts``: None where no sampling wants them."""
         self._eos_token_ids = eos_token_ids
         self._multimodal = multimodal
+        self._experts = experts
         self._open: dict[int, _Open] = {}  # by request id
 
     def begin(
@@ -76,7 +89,8 @@ class RequestTracker:
         # number alone.
         request_ids = [int(name.partition("-")[0]) for name in names]
         for request_id, name, there in zip(request_ids, names, responses.values(), strict=True):
-            self._open[request_id] = _Open(name, prompt.token_ids + tuple(there), what)
+            asked = prompt.token_ids + tuple(there)
+            self._open[request_id] = _Open(name, asked, what, sampling.expert_width)
         return request_ids
 
     def stepped(self, llm: LLM, version: int) -> list[tuple[int, Completion]]:
@@ -103,9 +117,14 @@ class RequestTracker:
         (response,) = output.outputs
         truncated = response.finish_reason == "length"
         token_ids = list(response.token_ids)
-        return request_id, _completion(
+        completion = _completion(
             token_ids, response.logprobs, request.what, truncated=truncated, version=version
         )
+        if self._experts is None or not request.expert_width:
+            return request_id, completion
+        tokens = request.tokens(len(token_ids))
+        experts = self._experts.of_ended(request.name, tokens, response.routed_experts)
+        return request_id, replace(completion, experts=experts)
 
     def drop(self, llm: LLM, request_ids: Iterable[int]) -> int:
         """Ends responses without an answer; returns the tokens that they had. Those that have ended
@@ -131,9 +150,13 @@ class RequestTracker:
             state = states[request.name]
             flat = state.logprobs_processor.logprobs
             token_ids = list(state.detokenizer.output_token_ids)
-            paused.append(
-                _completion(token_ids, flat, request.what, truncated=False, version=version)
+            completion = _completion(
+                token_ids, flat, request.what, truncated=False, version=version
             )
+            if self._experts is not None and request.expert_width:
+                experts = self._experts.of_open(request.name, request.tokens(len(token_ids)))
+                completion = replace(completion, experts=experts)
+            paused.append(completion)
         self.drop(llm, request_ids)
         return paused
 

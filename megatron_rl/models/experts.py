@@ -11,12 +11,19 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from megatron_rl.models.base import Architecture
+
 NOT_GIVEN = 255
 
 
 def expert_bytes(num_experts: int) -> int:
     """Bytes of one number. Examples: 1 of 128 and of 255 experts, 2 of 256."""
     return 1 if num_experts <= NOT_GIVEN else 2
+
+
+def expert_width(arch: Architecture) -> int:
+    """Bytes of a token. Example: 48 layers of 8 out of 128 experts are 384."""
+    return arch.num_layers * arch.experts_per_token * expert_bytes(arch.num_experts)
 
 
 def packed_experts(experts: Int[Tensor, "tokens k"], num_bytes: int) -> UInt8[Tensor, "tokens _"]:
@@ -33,6 +40,17 @@ def unpacked_experts(
     is_given = (packed != NOT_GIVEN).any(1, keepdim=True)
     wide = packed if num_bytes == 1 else packed.contiguous().view(torch.uint16)
     return wide.long(), is_given
+
+
+def filled_in(
+    first: UInt8[np.ndarray, "tokens width"], later: UInt8[np.ndarray, "more width"]
+) -> UInt8[np.ndarray, "more width"]:
+    """Those of ``first``, and of ``later``, which begins with the same tokens, where it has none.
+    Example: ``[[3], [255]]`` and ``[[4], [5], [255]]`` are ``[[3], [5], [255]]``."""
+    result = later.copy()
+    is_given = (first != NOT_GIVEN).any(1)
+    result[: len(first)][is_given] = first[is_given]
+    return result
 
 
 def not_given(num_tokens: int, width: int) -> UInt8[np.ndarray, "tokens width"]:

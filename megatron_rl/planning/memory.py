@@ -15,9 +15,11 @@ from functools import partial
 import numpy as np
 
 from megatron_rl.config.model_config import ITEM_BYTES
+from megatron_rl.config.rules.engine_checks import token_bytes
 from megatron_rl.config.rules.layout_rules import replica_ranks, stage_layers
 from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
 from megatron_rl.models import Architecture
+from megatron_rl.models.experts import expert_width
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.planning.engine_memory import EngineMemory, engine_memory
 from megatron_rl.planning.parameter_counts import Counts, is_layer_matrix, is_trained, stage_counts
@@ -45,6 +47,7 @@ class Workload:
         tokens_per_minibatch: all its sequences at their longest.
         fused: layers of Transformer Engine.
         num_kept: most tokens that the sampler keeps for each of a response.
+        tokens_per_step: most of a step that a rank holds.
     """
 
     world_size: int
@@ -56,6 +59,7 @@ class Workload:
     keep_reference: bool = False
     freeze_vision: bool = False
     num_kept: int = 0
+    tokens_per_step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,8 @@ class StageMemory(EngineMemory):
             gradients' memory).
         fp8_copies: copies of weights that FP8 layers keep between passes.
         checkpoint_copy: this rank's share of a checkpoint, on the host while threads write it.
+        experts: on the host, those that are replayed for the tokens of a step, and those that the
+            engine keeps for the tokens in its cache.
     """
 
     stage: int
@@ -79,6 +85,7 @@ class StageMemory(EngineMemory):
     reference: int
     fp8_copies: int
     checkpoint_copy: int
+    experts: int
 
 
 def plan(
@@ -101,6 +108,7 @@ def plan(
     for stage, (count, learning) in enumerate(zip(numbers(), trained, strict=True)):
         activations = _activation_bytes(arch, parallel, stage, item_bytes, load)
         activations += _vision_bytes(arch, parallel, stage, item_bytes, load)
+        activations += _expert_bytes(arch, parallel, stage, rollout, load)
         stages.append(
             StageMemory(
                 **vars(engine),
@@ -114,6 +122,7 @@ def plan(
                 reference=learning.total * item_bytes * load.keep_reference,
                 fp8_copies=_fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
                 checkpoint_copy=_checkpoint_bytes(count, learning, parallel, item_bytes, load),
+                experts=_held_experts(arch, rollout, engine.kv_cache, load),
             )
         )
     return stages
@@ -234,6 +243,30 @@ def _logit_bytes(arch: Architecture, parallel: ParallelConfig, stage: int, load:
     return kept + FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + arch.hidden_size)
 
 
+def _expert_bytes(
+    arch: Architecture, parallel: ParallelConfig, stage: int, rollout: RolloutConfig, load: Workload
+) -> int:
+    """Replayed experts on the device: of the micro-batches that are on their way, and the record of
+    an old-policy pass."""
+    if rollout.router_replay == "none":
+        return 0
+    tokens = (parallel.pipeline - stage) * load.tokens_per_microbatch
+    if rollout.router_replay == "old_policy":
+        tokens += load.tokens_per_step
+    return tokens * expert_width(arch)
+
+
+def _held_experts(arch: Architecture, rollout: RolloutConfig, cache: int, load: Workload) -> int:
+    """``cache``: bytes of keys and values."""
+    if rollout.router_replay == "none":
+        return 0
+    # Twice: as they were and on their way to other ranks, or as the step's and the minibatch's.
+    tokens = 2 * load.tokens_per_step
+    if rollout.router_replay == "rollout":
+        tokens += cache // token_bytes(rollout, arch)
+    return tokens * expert_width(arch)
+
+
 def _fp8_copy_bytes(
     matrices: int, stage: int, layers: list[int], precision: PrecisionConfig
 ) -> int:
@@ -270,12 +303,14 @@ def workload(
     most_work = (math.ceil(sequences / data_ranks) + 1) * int(work.work(np.array([longest]))[0])
     most_tokens = min(sequences * longest, most_work)
     times = config.method.sequences_per_response
+    of_step = math.ceil(batch.prompts_per_step * batch.responses_per_prompt / data_ranks)
     return Workload(
         world_size=world_size,
         tokens_per_microbatch=min(batch.tokens_per_microbatch, times * most_tokens),
         tokens_per_minibatch=times * sequences * longest,
         logprob_chunk_tokens=LOGPROB_CHUNK_TOKENS,
         num_kept=max(config.rollout.top_k, 0),
+        tokens_per_step=of_step * longest,
         make_vocab_divisible_by=config.model.make_vocab_divisible_by,
         fused=fused,
         keep_reference=keep_reference,

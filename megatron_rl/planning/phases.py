@@ -75,7 +75,7 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     On a CPU everything at all times, for there nothing leaves by moving; what ``memory.offload``
     names is held twice, and so is what of a checkpoint is still to be written.
     """
-    copies = ("reference", *host_copies(config))
+    copies = ("reference", "experts", *host_copies(config))
     # Without ``background`` the host has two blocks of it at a time, which count as nothing.
     written = ("checkpoint_copy",) if config.checkpoint.background else ()
     if kind == "cpu":
@@ -155,7 +155,7 @@ def describe(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget
     sizes = [
         f"{name.replace('_', ' ')} {getattr(stage, name) / GIB:.2f}"
         for name in names
-        if name in counted
+        if name in counted and (name != "experts" or stage.experts)
     ]
     phases = [f"{each.phase} {each.need_gib:.2f}" for each in wanted]
     limits = ["" if each.has_gib is None else f" of {each.has_gib:.2f}" for each in wanted]
@@ -195,7 +195,7 @@ def _does_not_fit(demand: Demand, config: Config) -> str:
     largest = max(demand.parts, key=lambda name: getattr(demand.stage, name))
     remedies = list(moves(demand, config))
     # Copies on the host shrink with what they are copies of, which the moves say already.
-    if demand.phase not in ON_HOST or largest in ("reference", "checkpoint_copy"):
+    if demand.phase not in ON_HOST or largest in ("reference", "experts", "checkpoint_copy"):
         remedies += shrinks(largest, config)
     return (
         f"{demand.phase} needs {demand.need_gib:.1f} GiB on a rank of pipeline stage"
@@ -240,6 +240,9 @@ def shrinks(part: str, config: Config) -> Iterator[str]:
     elif part == "checkpoint_copy":
         yield "set checkpoint.background=false, so that the run waits while its state is written"
         yield "use more data-parallel ranks"
+    elif part == "experts":
+        yield "use more data-parallel ranks"
+        yield "set rollout.router_replay=none"
     elif part == "kv_cache":
         key = "gpu_memory_utilization" if rollout.kv_cache_gib is None else "kv_cache_gib"
         yield f"lower rollout.{key} (now {getattr(rollout, key)})"

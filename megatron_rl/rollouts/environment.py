@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
+from megatron_rl.models.experts import not_given
 from megatron_rl.types import Completion, Prompt, VersionSpan
 
 APPENDED = -3  # in place of the version of the weights that sampled a token
@@ -48,6 +51,9 @@ def appended(completion: Completion, tokens: Sequence[int]) -> Completion:
     kept = completion.kept
     if kept is not None and length:  # the whole vocabulary for what was not drawn
         kept = array("i", kept) + array("i", [-1]) * (len(kept) // length * len(tokens))
+    experts = completion.experts
+    if experts is not None:
+        experts = np.concatenate([experts, not_given(len(tokens), experts.shape[1])])
     return replace(
         completion,
         token_ids=array("i", completion.token_ids) + array("i", tokens),
@@ -56,4 +62,5 @@ def appended(completion: Completion, tokens: Sequence[int]) -> Completion:
         spans=(*completion.spans, VersionSpan(APPENDED, length + len(tokens))),
         sampled=[*sampled, *([False] * len(tokens))],
         kept=kept,
+        experts=experts,
     )

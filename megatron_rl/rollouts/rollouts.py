@@ -16,7 +16,7 @@ from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.dispatcher import StepSummary
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.post_rollout import PostRollout
-from megatron_rl.rollouts.rows.exchange import token_rows, token_versions
+from megatron_rl.rollouts.rows.exchange import expert_rows, token_rows, token_versions
 from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.rollouts.rows.partials import of_all_rows, response_maxima, response_sums
@@ -63,9 +63,12 @@ class SampledStep(NamedTuple):
         ]
         return cls(summary, prompts, completions, refused)
 
-    def responses(self, rank: int, *, with_versions: bool, num_kept: int = 0) -> Responses:
+    def responses(
+        self, rank: int, *, with_versions: bool, num_kept: int = 0, expert_width: int = 0
+    ) -> Responses:
         """As rows. ``with_versions``: adds a column with the version of each token; ``num_kept``
-        (that of their sampling): one with the tokens that the sampler kept."""
+        (that of their sampling): one with the tokens that the sampler kept; ``expert_width`` (that
+        too): the experts."""
         answers = self.summary.answers
         holders = np.array([answer.holder for answer in answers], dtype=np.int64)
         rows = np.flatnonzero(holders == rank)
@@ -75,8 +78,13 @@ class SampledStep(NamedTuple):
             tokens = replace(tokens, columns=columns)
         size = len(answers) // len(self.prompts)
         versions = [answer.spans[0].version for answer in answers]
+        prompts = [prompt for prompt in self.prompts for _ in range(size)]
+        experts = None
+        if expert_width:
+            here = [prompts[row] for row in rows]
+            experts = expert_rows(rows, self.completions, here, expert_width)
         return Responses(
-            prompts=[prompt for prompt in self.prompts for _ in range(size)],
+            prompts=prompts,
             group_ids=np.repeat(np.arange(len(self.prompts)), size),
             lengths=np.array([answer.length for answer in answers], dtype=np.int64),
             truncated=np.array([answer.truncated for answer in answers], dtype=bool),
@@ -84,6 +92,7 @@ class SampledStep(NamedTuple):
             scores=[score for answer in answers if (score := answer.score) is not None],
             tokens=tokens,
             holders=holders,
+            experts=experts,
         )
 
 
@@ -220,9 +229,12 @@ class Rollouts:
         return self._responses(sampled, sampling)
 
     def _responses(self, sampled: SampledStep, sampling: Sampling) -> Responses:
-        with_versions = self.engines.has_versions
-        num_kept = sampling.num_kept
-        return sampled.responses(self.world.rank, with_versions=with_versions, num_kept=num_kept)
+        return sampled.responses(
+            self.world.rank,
+            with_versions=self.engines.has_versions,
+            num_kept=sampling.num_kept,
+            expert_width=sampling.expert_width,
+        )
 
     def training(self) -> AbstractContextManager[None]:
         """See protocols.RolloutSource, as are the methods below."""

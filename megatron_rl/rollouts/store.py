@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.models.experts import NOT_GIVEN, filled_in
+from megatron_rl.passes import EXPERTS
 from megatron_rl.scheduling.end_of_step import StepGroups
 from megatron_rl.types import Completion, Score, VersionSpan
 
@@ -105,6 +107,9 @@ def joined(first: Completion | None, more: Completion) -> Completion:
         return more
     if not more.token_ids:
         return replace(first, truncated=more.truncated)
+    experts = more.experts  # of what was there too, as the engine computed it again
+    if experts is not None and first.experts is not None:
+        experts = filled_in(first.experts, experts)
     behind = len(first.token_ids)
     later = [VersionSpan(span.version, behind + span.end) for span in more.spans]
     return Completion(
@@ -113,6 +118,7 @@ def joined(first: Completion | None, more: Completion) -> Completion:
         more.truncated,
         first.weight_version,
         (*first.spans, *later),
+        experts=experts,
     )
 
 
@@ -125,12 +131,18 @@ def cut(completion: Completion, length: int) -> Completion:
         for span, start in zip(completion.spans, ends, strict=False)
         if start < length
     )
+    experts = completion.experts
+    if experts is not None:
+        # The last one is sampled; a forward that continues brings its experts.
+        experts = experts[: len(experts) - len(completion.token_ids) + length].copy()
+        experts[-1:] = NOT_GIVEN
     return Completion(
         completion.token_ids[:length],
         completion.sampler_logprobs[:length],
         False,
         completion.weight_version,
         spans,
+        experts=experts,
     )
 
 
@@ -146,6 +158,7 @@ def _saved(completions: Mapping[Place, Completion]) -> list[dict[str, Any]]:
             "weight_version": one.weight_version,
             "spans": [list(span) for span in one.spans],
             **({} if one.kept is None else {"kept": torch.tensor(one.kept, dtype=torch.int32)}),
+            **({} if one.experts is None else {EXPERTS: torch.from_numpy(one.experts)}),
         }
         for (group, response), one in sorted(completions.items(), key=lambda pair: pair[0])
     ]
@@ -160,6 +173,7 @@ def _restored(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
             one["weight_version"],
             tuple(VersionSpan(*span) for span in one["spans"]),
             kept=array("i", one["kept"].tolist()) if "kept" in one else None,
+            experts=one[EXPERTS].numpy() if EXPERTS in one else None,
         )
         for one in saved
     }

@@ -23,6 +23,7 @@ from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluator import build_evaluator
 from megatron_rl.hooks import ROLLOUT_HOOKS
 from megatron_rl.loss import Method
+from megatron_rl.models.experts import expert_width
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import WeightSync
@@ -101,7 +102,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         loader=loader,
         reward=reward,
         decode=decode,
-        sampling=rollout_sampling(config, stop_ids),
+        sampling=rollout_sampling(config, stop_ids, expert_width(policy.arch)),
         post=build_post_rollout(config, world, folder, decode),
         demonstrations=demonstrations,
         save=lambda step: folder.save_unless_there(step, policy, source),

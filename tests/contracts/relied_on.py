@@ -35,13 +35,16 @@ from vllm.device_allocator.cumem import AllocationData
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 
@@ -73,6 +76,15 @@ def requests_that_are_open(
 
 def tokens_so_far(detokenizer: IncrementalDetokenizer, logprobs: LogprobsProcessor) -> Any:
     return detokenizer.num_output_tokens, detokenizer.output_token_ids, logprobs.logprobs
+
+
+def experts_of_tokens(state: RequestState, output: CompletionOutput) -> Any:
+    return state.routed_experts_chunks, output.routed_experts
+
+
+def experts_in_the_cache(runner: GPUModelRunner, batch: InputBatch, table: BlockTable) -> Any:
+    places = batch.req_id_to_index, batch.block_table.block_tables, table.block_table.np
+    return runner.input_batch, runner.kv_cache_config.num_blocks, table.block_size, places
 
 
 def configurations(config: VllmConfig, model: ModelConfig, scheduler: SchedulerConfig) -> Any:

@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models
 from tokenizers.decoders import Fuse
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests import warm
 from tests.launch import REPO
@@ -19,10 +25,52 @@ from tests.launch import REPO
 LETTERS = "abcdefgh"
 TIMED = ("time/", "throughput/", "memory/")
 VOCAB = ["<pad>", "<eos>", *LETTERS, "?"]
+SIZES = dict(
+    vocab_size=len(VOCAB),
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=64,
+    eos_token_id=1,
+    pad_token_id=0,
+    bos_token_id=None,
+)
 
 
 def write_model(path: Path) -> Path:
-    """Two layers, random weights, one token a letter."""
+    """Two layers, random weights."""
+    write_tokenizer(path)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)).float().save_pretrained(path)
+    return path
+
+
+def write_experts(path: Path) -> Path:
+    """The same with 8 experts in each layer, which are about as likely as each other."""
+    write_tokenizer(path)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **SIZES,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,  # vLLM's kernel for CPUs pads others
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02 if name.endswith("mlp.gate.weight") else 0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def write_tokenizer(path: Path) -> None:
+    """One token a letter."""
     tokenizer = Tokenizer(
         models.BPE(vocab={token: index for index, token in enumerate(VOCAB)}, merges=[])
     )
@@ -31,23 +79,6 @@ def write_model(path: Path) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}?"
     fast.save_pretrained(path)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(VOCAB),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(path)
-    return path
 
 
 def write_large_config(path: Path) -> Path:

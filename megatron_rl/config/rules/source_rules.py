@@ -11,6 +11,7 @@ from megatron_rl.hooks import ROLLOUT_HOOKS
 def source_problems(config: Config) -> Iterator[str]:
     """What does not go together, one sentence each: key, value, remedy."""
     yield from _truncated(config)
+    yield from _router_replay(config)
     yield from _with_hooks(config)
     if config.rollout.anneal.schedule is not None:
         yield from _with_annealing(config)
@@ -49,6 +50,27 @@ def _truncated(config: Config) -> Iterator[str]:
                 " so the policy cannot be divided by their mass, as the sampler is, and every"
                 f" importance ratio would be off by it; {off}"
             )
+
+
+def _router_replay(config: Config) -> Iterator[str]:
+    """Experts of the rollout: what vLLM does not return them with."""
+    rollout = config.rollout
+    if rollout.router_replay != "rollout":
+        return
+    source = config.source
+    reasons = {
+        f"rollout.pipeline = {rollout.pipeline}": rollout.pipeline > 1
+        and "no stage of the engine has those of all layers; set it to 1",
+        "rollout.enable_prefix_caching = false": not rollout.enable_prefix_caching
+        and "vLLM keeps them with its prefix cache; set it to true",
+        "source.schedule = free": source.schedule == "free"
+        and "the record of the steps has none; set source.schedule=lockstep",
+        "source.partial.groups_in_flight": (source.is_partial and source.is_servers)
+        and "a server returns them with a response that has ended; leave it out",
+    }
+    for key, reason in reasons.items():
+        if reason:
+            yield f"{key}: with rollout.router_replay = rollout {reason}, or replay old_policy"
 
 
 def _with_servers(config: Config) -> Iterator[str]:

@@ -7,6 +7,8 @@ that its answer follows from, so it may be sent to another server when one is lo
 
 from __future__ import annotations
 
+import base64
+import io
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ import numpy as np
 
 from megatron_rl.engine.request_tracking import kept_tokens
 from megatron_rl.engine.requests import MultimodalConfig, check_expansion, served_request
+from megatron_rl.engine.routed_experts import Experts, TokensOf, packed_rows
 from megatron_rl.engine.sampling import SCORING, extra_args, request_seed, sampling_values
 from megatron_rl.runtime.plain_data import MalformedMessageError, decoded
 from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
@@ -69,6 +72,7 @@ class _Choice:
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None  # an .npy file in base64
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,12 @@ class ServerClient:
             raise RequestFailedError(
                 f"{self.url}: dropped a request to prompt {prompt.uid} ({choice.finish_reason})"
             )
-        return _with_kept(_completion(self.url, choice), choice, sampling.num_kept, what)
+        completion = _with_kept(_completion(self.url, choice), choice, sampling.num_kept, what)
+        if not sampling.expert_width:
+            return completion
+        num_tokens = len(prompt.token_ids) + len(completion.token_ids)
+        tokens = TokensOf(num_tokens, sampling.expert_width, what)
+        return replace(completion, experts=packed_rows(_experts(self.url, choice), tokens))
 
     async def generate_until(
         self,
@@ -254,6 +263,17 @@ def _with_kept(completion: Completion, choice: _Choice, num_kept: int, what: str
     logprobs[logprobs <= _NO_LOGPROB] = -np.inf
     kept = array("i", kept_tokens(ids, logprobs, what).tobytes())
     return replace(completion, kept=kept)
+
+
+def _experts(url: str, choice: _Choice) -> Experts | None:
+    """Raises ServerLostError for what is no array."""
+    text = choice.routed_experts
+    if text is None:
+        return None
+    try:
+        return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ServerLostError(f"{url}: gave experts that cannot be read ({error})") from error
 
 
 def _completion(url: str, choice: _Choice) -> Completion:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.engine.routed_experts import SlotExperts
 from megatron_rl.engine.weights.recorder import UndiscoveredError, partly_filled, record_shards
 from megatron_rl.engine.weights.stream import shown
 from megatron_rl.protocols import Transfer
@@ -112,6 +113,14 @@ class WeightReceiver:
                 dtype=runner.model_config.dtype,
                 device=runner.device,
             )
+
+    def keep_experts(self) -> None:
+        """From now on, for ``kept_experts``."""
+        self.slot_experts = SlotExperts(self.model_runner)
+
+    def kept_experts(self, name: str, num_tokens: int) -> Any:
+        """See ``SlotExperts.read``."""
+        return self.slot_experts.read(name, num_tokens)
 
     def zero_positions(self) -> None:
         """After a sleep that dropped memory. The positions of multimodal rope lie in the pool of

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_rl.models import Architecture
-from megatron_rl.models.experts import expert_bytes, packed_experts, unpacked_experts
+from megatron_rl.models.experts import expert_bytes, expert_width, packed_experts, unpacked_experts
 from megatron_rl.policy.batches.microbatches import Microbatch, borrowed_prompts
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.runtime.device import to_device
@@ -111,7 +111,7 @@ class Routing:
             return
         self._num_bytes = expert_bytes(arch.num_experts)
         self._layer_bytes = arch.experts_per_token * self._num_bytes
-        self._width = arch.num_layers * self._layer_bytes
+        self._width = expert_width(arch)
         config: Any = chunks[0].config
         self._is_cut = config.sequence_parallel
         again = config.recompute_granularity == "full"

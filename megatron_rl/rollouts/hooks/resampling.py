@@ -163,22 +163,35 @@ def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) 
     Example: groups 0 0 1 1 and two rows more for 0 and 2 are the groups 0 0 0 1 1 2.
     """
 
-    there, come = first.tokens, more.tokens
-    tokens = TokenRows(
-        # The rows of ``more`` come after those of ``first`` until both are sorted by group.
-        np.concatenate([there.rows, come.rows + len(first)]),
-        np.concatenate([there.lengths, come.lengths]),
-        {name: np.concatenate([there.columns[name], come.columns[name]]) for name in there.columns},
-    )
+    def both(there: TokenRows, come: TokenRows) -> TokenRows:
+        columns = there.columns
+        return TokenRows(
+            # The rows of ``more`` come after those of ``first`` until both are sorted by group.
+            np.concatenate([there.rows, come.rows + len(first)]),
+            np.concatenate([there.lengths, come.lengths]),
+            {name: np.concatenate([columns[name], come.columns[name]]) for name in columns},
+        )
+
+    experts = first.experts
+    if experts is not None:
+        assert more.experts is not None, "sampled alike"
+        experts = both(experts, more.experts)
     joining = replace(more, group_ids=groups)
     together = Responses(
         prompts=[*first.prompts, *more.prompts],
         scores=[*first.scores, *more.scores],
-        tokens=tokens,
+        tokens=both(first.tokens, more.tokens),
+        experts=experts,
         **{
             name: np.concatenate([getattr(first, name), getattr(joining, name)])
             for name in ROW_ARRAYS
         },
     )
     ordered = together.take(np.argsort(together.group_ids, kind="stable"))
-    return replace(ordered, tokens=ordered.tokens.take(np.sort(ordered.tokens.rows)))
+    rows = np.sort(ordered.tokens.rows)
+    experts = ordered.experts
+    return replace(
+        ordered,
+        tokens=ordered.tokens.take(rows),
+        experts=None if experts is None else experts.take(rows),
+    )

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from jaxtyping import Int
 
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
+from megatron_rl.models.experts import not_given
+from megatron_rl.passes import EXPERTS
 from megatron_rl.rollouts.rows.experience import Response, Responses
 from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import Completion
+from megatron_rl.types import Completion, Prompt
 
 
 def token_rows(
@@ -53,6 +55,24 @@ def token_rows(
         rows=np.asarray(rows, dtype=np.int64),
         lengths=np.array([len(values) for values in ids], dtype=np.int64),
         columns=columns,
+    )
+
+
+def expert_rows(
+    rows: RowNumbers, completions: Sequence[Completion], prompts: Sequence[Prompt], width: int
+) -> TokenRows:
+    """The experts of all tokens of the rows that were sampled here, as ``Responses.experts``; none
+    are given of what no engine has computed. ``prompts``: of these rows."""
+    given = []
+    for one, prompt in zip(completions, prompts, strict=True):
+        num_tokens = len(prompt.token_ids) + len(one.token_ids)
+        experts = not_given(num_tokens, width) if one.experts is None else one.experts
+        assert experts.shape == (num_tokens, width), "of prompt and response"
+        given.append(experts)
+    return TokenRows(
+        rows=np.asarray(rows, dtype=np.int64),
+        lengths=np.array([len(experts) for experts in given], dtype=np.int64),
+        columns={EXPERTS: np.concatenate([not_given(0, width), *given])},
     )
 
 

@@ -15,6 +15,7 @@ PLAIN = ["rollout.anneal.start=1.2"]
 ANNEALED = [*PLAIN, "rollout.anneal.policy=annealed"]
 OLDER = ["source=servers", "source.staleness=1"]
 FREE = ["source=servers", "source.staleness=2", "source.schedule=free"]
+REPLAYED = ["rollout.router_replay=rollout"]
 TRUNCATED = ["rollout.top_p=0.9", "rollout.top_k=50"]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
@@ -41,6 +42,8 @@ def problems(*overrides: str) -> list[str]:
         [*TRUNCATED, *STAGES, "rollout_hooks.vcrl={}"],
         ["rollout.top_k=1"],
         [*PARTIAL, *CORRECTED],
+        [*REPLAYED, *PARTIAL, *CORRECTED],
+        [*REPLAYED, *OLDER, *CORRECTED],
         [*PARTIAL, *CORRECTED, "trainer.epochs_per_rollout=2", "batch.prompts_per_minibatch=32"],
         ["rollout_hooks.vcrl={}", "rollout_hooks.dars.schedule=hw"],
         ["rollout_hooks.erpo.increase=0.2", *CORRECTED],
@@ -115,6 +118,13 @@ def test_what_goes_together(overrides):
         (["source.partial.groups_in_flight=127", *CORRECTED], "give at least"),
         ([*PARTIAL, *FREE, *CORRECTED], "where a step ends is a number of tokens"),
         ([*PARTIAL, *CORRECTED, "rollout.stop=[END]"], "would not be seen; set it to []"),
+        ([*REPLAYED, "rollout.pipeline=2"], "rollout.pipeline = 2: with rollout.router_replay ="),
+        ([*REPLAYED, "rollout.enable_prefix_caching=false"], "set it to true, or replay old_pol"),
+        ([*REPLAYED, *FREE, *CORRECTED], "source.schedule = free: with rollout.router_replay"),
+        (
+            [*REPLAYED, *PARTIAL, *CORRECTED, "source=servers"],
+            "source.partial.groups_in_flight: with rollout.router_replay = rollout a server",
+        ),
         (["rollout_hooks.erpo={}"], "method.mismatch.kind = none does not correct"),
     ],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import socket
 
+import numpy as np
 import pytest
 
 from megatron_rl.engine.serving.client import (
@@ -36,7 +39,11 @@ async def request(reader: asyncio.StreamReader) -> None:
 
 
 def asked(
-    num_answers: list[int], times: int, status: str = "200 OK", answer: object = ANSWER
+    num_answers: list[int],
+    times: int,
+    status: str = "200 OK",
+    answer: object = ANSWER,
+    expert_width: int = 0,
 ) -> tuple[list[Completion], int]:
     """Asks a server ``times``, whose n-th connection ends, without a word, instead of giving more
     than ``num_answers[n]`` answers; returns the answers, and how many connections there were."""
@@ -58,7 +65,7 @@ def asked(
         host, port = server.sockets[0].getsockname()
         client = ServerClient(f"http://{host}:{port}", "secret", [1])
         prompt = Prompt("a", (5, 6), answer="b", data_source="c")
-        sampling = Sampling(num_responses=1, max_response_tokens=8, seed=1)
+        sampling = Sampling(1, 8, seed=1, expert_width=expert_width)
         try:
             return [await client.generate(prompt, sampling, 0) for _ in range(times)]
         finally:
@@ -128,3 +135,31 @@ def test_who_waits_for_a_server_that_is_given_up_meanwhile_is_told_so() -> None:
 
     with pytest.raises(ServerLostError):
         asyncio.run(run())
+
+
+def with_experts(text: str | None) -> dict:
+    (choice,) = ANSWER["choices"]
+    return {"choices": [{**choice, "routed_experts": text}]}
+
+
+def test_experts_come_with_a_response() -> None:
+    """Of the two tokens of the prompt, one layer: the token that ends it was no input."""
+    file = io.BytesIO()
+    np.save(file, np.array([[[3, 1]], [[0, 2]]], np.uint8))
+    answer = with_experts(base64.b64encode(file.getvalue()).decode())
+    ((found,), _) = asked([1], times=1, answer=answer, expert_width=2)
+    assert found.experts is not None
+    assert found.experts.tolist() == [[3, 1], [0, 2], [255, 255]]
+    ((plain,), _) = asked([1], times=1, answer=answer)
+    assert plain.experts is None
+
+
+@pytest.mark.parametrize("text", ["no base64", base64.b64encode(b"no array").decode()])
+def test_experts_that_cannot_be_read_lose_the_server(text: str) -> None:
+    with pytest.raises(ServerLostError, match="gave experts that cannot be read"):
+        asked([1], times=1, answer=with_experts(text), expert_width=2)
+
+
+def test_a_server_that_returns_none_is_noticed_at_its_first_answer() -> None:
+    with pytest.raises(RuntimeError, match="vLLM returned no experts"):
+        asked([1], times=1, expert_width=2)

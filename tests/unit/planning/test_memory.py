@@ -70,6 +70,33 @@ def test_experts_are_divided_by_expert_ranks():
     assert one - four == 2 * 2 * (8 - 2) * 3 * 64 * 32
 
 
+# Bytes of a token: 2 layers x 2 experts x 1, and x 2 above 255 experts.
+@pytest.mark.parametrize(("count", "width"), [(8, 4), (300, 8)])
+def test_replayed_experts_by_hand(count: int, width: int):
+    load = replace(LOAD, tokens_per_step=5000)
+    arch = of_experts(count, layers=2)
+
+    def found(replay: str, stages: int = 1) -> list[tuple[int, int]]:
+        """On the device and on the host, of each stage."""
+        rollout = {"router_replay": replay}
+        layout = {"pipeline": stages}
+        plain = plan(layout, load, arch)
+        replayed = plan(layout, load, arch, rollout=rollout)
+        assert {stage.experts for stage in plain} == {0}
+        return [
+            (one.activations - other.activations, one.experts)
+            for one, other in zip(replayed, plain, strict=True)
+        ]
+
+    # A micro-batch of 1000 tokens, and the record of the step; the step twice.
+    assert found("old_policy") == [(6000 * width, 10_000 * width)]
+    # 3 GiB of keys and values, of one head of 16 numbers in two layers of two bytes each.
+    in_cache = 3 * 2**30 // (2 * 2 * 16 * 2)
+    held = (10_000 + in_cache) * width
+    assert found("rollout") == [(1000 * width, held)]
+    assert found("rollout", 2) == [(2000 * width, held), (1000 * width, held)]
+
+
 def activations(arch=QWEN2_5_7B, fused=True, **layout):
     """Bytes of 1000 tokens of two bytes, in units of 2000."""
     return layer_activations(arch, parallel(**layout), 1000, 2, fused=fused) / 2000
@@ -167,6 +194,14 @@ def tokens_of_8(work: WorkModel, prompts: int, responses: int, *more: str) -> in
     ]
     load = workload(config(*sizes, *more), 8, work=work, fused=True, keep_reference=False)
     return load.tokens_per_microbatch
+
+
+def test_a_rank_holds_its_share_of_a_step():
+    """3 x 5 sequences of 4096 tokens over 8 ranks in pairs: 4 of them at most."""
+    sizes = ["parallel.tensor=2", "batch.prompts_per_step=3", "batch.prompts_per_minibatch=1"]
+    planned = config(*sizes, "batch.responses_per_prompt=5")
+    load = workload(planned, 8, work=WorkModel(10**12), fused=True, keep_reference=False)
+    assert load.tokens_per_step == 4 * 4096
 
 
 def test_a_rank_may_get_more_tokens_of_short_sequences():

@@ -65,9 +65,10 @@ def test_phases_follow_the_hand_over():
         "the sync reads the weights, which leave after it"
     )
     assert found["generation"] == ("engine_weights", "engine_sampler", "kv_cache")
-    assert found["host copies"] == ("reference", "weights", "optimizer", "engine_backup")
+    held = ("reference", "experts")
+    assert found["host copies"] == (*held, "weights", "optimizer", "engine_backup")
     assert found["checkpoint"] == (*found["host copies"], "reference", "checkpoint_copy")
-    assert phases(config("rollout.sleep_level=2"), "cuda")["host copies"] == ("reference",)
+    assert phases(config("rollout.sleep_level=2"), "cuda")["host copies"] == held
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What an environment appends is marked as not sampled."""
 
+import numpy as np
+
 from megatron_rl.rollouts.environment import APPENDED, SingleTurn, appended
 from megatron_rl.types import Completion, Prompt, VersionSpan
 
@@ -21,3 +23,10 @@ def test_a_single_turn_is_complete_when_its_engine_ends_it() -> None:
 def test_what_was_not_drawn_keeps_the_whole_vocabulary() -> None:
     drawn = Completion((9, 2), (-0.5, -0.25), False, 4, kept=(9, 3, 2, -1))
     assert list(appended(drawn, (7,)).kept or ()) == [9, 3, 2, -1, -1, -1]
+
+
+def test_what_was_not_drawn_has_no_experts_yet() -> None:
+    experts = np.array([[1], [2], [255]], np.uint8)  # of one token of the prompt and two drawn
+    drawn = Completion((9, 2), (-0.5, -0.25), False, 4, experts=experts)
+    found = appended(drawn, (7, 8)).experts
+    assert found is not None and found[:, 0].tolist() == [1, 2, 255, 255, 255]

@@ -12,7 +12,12 @@ import torch
 
 from megatron_rl.data.sequences import response_tokens, sequence_batch
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.rows.exchange import exchange_rows, on_main, token_rows
+from megatron_rl.rollouts.rows.exchange import (
+    exchange_rows,
+    expert_rows,
+    on_main,
+    token_rows,
+)
 from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -121,6 +126,20 @@ def test_completions_become_rows():
     assert mixed.columns["sampled"].tolist() == [True, False, True, True]
     nothing = token_rows([], [])
     assert [values.dtype for values in nothing.columns.values()] == [np.int32, np.float32]
+
+
+def test_experts_become_rows_of_prompt_and_response():
+    """Two bytes a token; nothing is known of the second response."""
+    given = np.array([[1, 2], [3, 0], [255, 255]], np.uint8)
+    pair = [
+        Completion((9, 2), (-0.5, -0.25), False, 1, experts=given),
+        Completion((7,), (-1.0,), True, 2),
+    ]
+    rows = expert_rows([4, 6], pair, [Prompt("a", (1,), "", ""), Prompt("b", (1, 5), "", "")], 2)
+    assert rows.rows.tolist() == [4, 6] and rows.lengths.tolist() == [3, 3]
+    assert rows.columns["experts"].tolist() == [*given.tolist(), *[[255, 255]] * 3]
+    nothing = expert_rows([], [], [], 2).columns["experts"]
+    assert nothing.shape == (0, 2) and nothing.dtype == np.uint8
 
 
 def test_one_rank_keeps_its_rows():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_rl.rollouts.rows.exchange import token_versions
@@ -83,3 +85,30 @@ def test_kept_tokens_are_saved() -> None:
     again.restore(store.state())
     assert again.get((1, 0)) == store.get((1, 0))
     assert again.get((1, 1)) == FIRST and FIRST.kept is None
+
+
+def with_experts(completion: Completion, *of_tokens: int) -> Completion:
+    """One layer, one expert; the prompt has one token."""
+    return replace(completion, experts=np.array(of_tokens, np.uint8)[:, None])
+
+
+def experts(completion: Completion | None) -> list[int]:
+    assert completion is not None and completion.experts is not None
+    return completion.experts[:, 0].tolist()
+
+
+def test_experts_are_those_of_the_weights_that_sampled() -> None:
+    """Later ones are of all tokens again; the last token of a part has none before it continues."""
+    first = with_experts(FIRST, 1, 2, 255)
+    whole = joined(first, with_experts(MORE, 3, 3, 4, 255))
+    assert experts(whole) == [1, 2, 4, 255]
+    assert experts(cut(whole, 2)) == [1, 2, 255] and experts(whole) == [1, 2, 4, 255]
+    assert experts(cut(whole, 3)) == [1, 2, 4, 255]
+    assert experts(joined(None, first)) == [1, 2, 255]
+    nothing_more = with_experts(Completion((), (), True, 4), 3, 3, 255)
+    assert experts(joined(first, nothing_more)) == [1, 2, 255]
+    store = ResponseStore()
+    store.add((1, 0), first)
+    again = ResponseStore()
+    again.restore(store.state())
+    assert experts(again.get((1, 0))) == [1, 2, 255]

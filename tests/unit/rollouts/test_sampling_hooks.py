@@ -134,7 +134,12 @@ class Telling(Answering):
         prompt_number = int(prompt.uid.partition("/")[0][1:])
         tenths = round(sampling.temperature * 10)
         ids = [prompt_number, tenths, (sampling.seed or 0) % 1009, len(self.begun)]
-        return Completion(ids, [-0.5] * 4, False, 3)
+        completion = Completion(ids, [-0.5] * 4, False, 3)
+        if not sampling.expert_width:
+            return completion
+        # The first expert is the number of the prompt, the second says which response it is.
+        of_all = np.array([[prompt_number, ids[3]]] * (len(prompt.token_ids) + 4), np.uint8)
+        return replace(completion, experts=of_all)
 
 
 class Odd:
@@ -156,14 +161,16 @@ class RightOnes:
         return [Score(float(each), each) for each in right]
 
 
-def rollouts(reward: Odd | RightOnes | None = None, **hooks: SamplingHook) -> Rollouts:
+def rollouts(
+    reward: Odd | RightOnes | None = None, expert_width: int = 0, **hooks: SamplingHook
+) -> Rollouts:
     """Four prompts a step, two responses each."""
     sampler = LaunchSampler(
         Telling(), reward or Odd(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY
     )
     job = training_job(
         PromptLoader(PROMPTS, seed=1, shuffle=False),
-        Sampling(2, 4),
+        Sampling(2, 4, expert_width=expert_width),
         seed=1,
         prompts_per_step=4,
         hooks=Resampling(hooks, PROMPTS),
@@ -215,6 +222,14 @@ def test_groups_leave_and_others_come() -> None:
     assert [ids[1] for ids in rows] == [15, 15, 10, 10, 10, 10, 10], "temperatures"
     assert experience.dropped_tokens == 8 and experience.discarded_tokens == 0
     assert np.isfinite(experience.rewards.numpy()).all()
+
+
+def test_experts_stay_with_their_responses() -> None:
+    experience = rollouts(expert_width=2, dropping=Dropping()).collect(1)
+    experts = experience.responses.experts
+    assert experts is not None and experts.rows.tolist() == list(range(7))
+    for ids, of_tokens in zip(tokens(experience), experts.views("experts"), strict=True):
+        assert np.unique(of_tokens, axis=0).tolist() == [[ids[0], ids[3]]]
 
 
 def test_two_steps_and_a_restored_one_are_three() -> None:
