@@ -100,6 +100,14 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "_inside(log_ratio, advantages, is_far & (log_ratio > 0))",
         ),
     ],
+    ("sampler_losses", "score_centered"): [
+        ("(own - (centers", "(own + (centers"),
+        ("torch.exp(-log_tail) * weight", "torch.exp(log_tail) * weight"),
+        ("weight(log_tail)", "weight(-log_tail)"),
+        ("q * of_head", "p * of_head"),
+        ("(log_p - log_q).flatten()", "(log_q - log_p).flatten()"),
+        ("q = log_q.exp().masked_fill(is_free, 0)", "q = log_q.exp()"),
+    ],
     ("sampler_losses", "binary_variation"): [
         ("torch.expm1(-log_ratio)).abs()", "torch.expm1(log_ratio)).abs()"),
         ("torch.expm1(-log_ratio)).abs()", "torch.expm1(-log_ratio)).abs() / 2"),

@@ -1,15 +1,19 @@
-"""Policy losses with a trust region around the sampler, in probabilities and not in ratios.
+"""Policy losses that read the sampler: a trust region around it, in probabilities and not in
+ratios, and a score that is centered over it.
 
 log_ratio = logprobs - sampler_logprobs here, so rho = exp(log_ratio) corrects for an engine that
 differs and for tokens that are old. p is the current probability of the sampled token, mu the
-sampler's. A token outside the region has neither value nor gradient.
+sampler's. A token outside the region has neither value nor gradient. Without centering, an
+advantage that is not 0 on average at a prefix pulls the policy towards the sampler at every step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from pydantic import PositiveFloat
 from torch import Tensor
 
@@ -17,6 +21,9 @@ from megatron_rl.loss.choices import policy_loss
 from megatron_rl.loss.per_token.policy_losses import ratio_of
 from megatron_rl.loss.per_token.response_losses import Clipped
 from megatron_rl.loss.shapes import PerToken, TokenMask
+
+Weight = Callable[[Tensor], Tensor]  # of log(p / q), such as a correction of ``mismatch``
+PerHead = Float[Tensor, "tokens head"]
 
 
 @policy_loss(sampler_ratio=True)
@@ -80,3 +87,44 @@ def _inside(log_ratio: PerToken, advantages: PerToken, is_outside: TokenMask) ->
     lower = is_outside.to(ratio.dtype)
     upper = torch.full_like(ratio, torch.inf).masked_fill(is_outside, 1)
     return Clipped(-(ratio * advantages).masked_fill(is_outside, 0), lower, upper)
+
+
+def score_centered(
+    logprobs: PerToken,
+    sampler_logprobs: PerToken,
+    head: PerHead,
+    sampler_head: PerHead,
+    advantages: PerToken,
+    weight: Weight = torch.ones_like,
+) -> PerToken:
+    """-A (w log p_a - sum over the head of c_v log p_v), p of the policy and q of the sampler.
+
+    c_v = q_v f(p_v / q_v) - alpha f(1 / alpha) p_v with alpha = (1 - Q) / (1 - P), Q and P the
+    masses of the head, w = f(p_a / q_a). Outside the head q is taken to be alpha p: there the mean
+    of f s, s = d log p, is alpha f(1 / alpha) times that of p, and sum_v p_v s_v = 0 turns it into
+    a sum over the head. A head that is the whole vocabulary centers exactly.
+
+    Args:
+        head: logprobs of the policy of the sampler's most likely tokens, over all tokens.
+        sampler_head: those of the sampler; -inf in free places, whatever ``head`` has there.
+        weight: f, of the logarithm of its argument.
+
+    Source: arXiv 2609.20807.
+    """
+    is_free = torch.isinf(sampler_head)
+    head = head.masked_fill(is_free, 0)
+    log_p, log_q = head.detach(), sampler_head.masked_fill(is_free, 0)
+    p = log_p.exp().masked_fill(is_free, 0)
+    q = log_q.exp().masked_fill(is_free, 0)
+    # log(1 / alpha). Of a head that is all there is, the rests are rounding: their ratio is 1.
+    log_tail = _rest(p).log() - _rest(q).log()
+    tail = torch.exp(-log_tail) * weight(log_tail)
+    of_head = weight((log_p - log_q).flatten()).reshape(q.shape)
+    centers = q * of_head - tail[:, None] * p
+    own = weight((logprobs - sampler_logprobs).detach()) * logprobs
+    return -advantages.detach() * (own - (centers.detach() * head).sum(1))
+
+
+def _rest(masses: PerHead) -> PerToken:
+    """At least 2^-23, what a sum in float32 can tell from 1."""
+    return (1 - masses.sum(1)).clamp(min=torch.finfo(torch.float32).eps)
