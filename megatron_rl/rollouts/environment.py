@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from megatron_rl.types import Completion, Prompt, VersionSpan
+from megatron_rl.types import PLACES, Completion, Prompt, VersionSpan
 
 APPENDED = -3  # in place of the version of the weights that sampled a token
 
@@ -45,9 +45,12 @@ def appended(completion: Completion, tokens: Sequence[int]) -> Completion:
     """
     length = len(completion.token_ids)
     sampled = [True] * length if completion.sampled is None else list(completion.sampled)
-    kept = completion.kept
-    if kept is not None and length:  # the whole vocabulary for what was not drawn
-        kept = array("i", kept) + array("i", [-1]) * (len(kept) // length * len(tokens))
+    places = {}
+    for name, (typecode, free) in PLACES.items():  # free for what was not drawn
+        values = getattr(completion, name)
+        if values is not None and length:
+            added = array(typecode, [free]) * (len(values) // length * len(tokens))
+            places[name] = array(typecode, values) + added
     return replace(
         completion,
         token_ids=array("i", completion.token_ids) + array("i", tokens),
@@ -55,5 +58,5 @@ def appended(completion: Completion, tokens: Sequence[int]) -> Completion:
         truncated=False,
         spans=(*completion.spans, VersionSpan(APPENDED, length + len(tokens))),
         sampled=[*sampled, *([False] * len(tokens))],
-        kept=kept,
+        **places,
     )

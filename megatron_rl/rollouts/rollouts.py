@@ -63,13 +63,16 @@ class SampledStep(NamedTuple):
         ]
         return cls(summary, prompts, completions, refused)
 
-    def responses(self, rank: int, *, with_versions: bool, num_kept: int = 0) -> Responses:
+    def responses(
+        self, rank: int, *, with_versions: bool, num_kept: int = 0, num_likely: int = 0
+    ) -> Responses:
         """As rows. ``with_versions``: adds a column with the version of each token; ``num_kept``
-        (that of their sampling): one with the tokens that the sampler kept."""
+        (that of their sampling): one with the tokens that the sampler kept; ``num_likely`` (that
+        too): two of those that were most likely to it."""
         answers = self.summary.answers
         holders = np.array([answer.holder for answer in answers], dtype=np.int64)
         rows = np.flatnonzero(holders == rank)
-        tokens = token_rows(rows, self.completions, num_kept=num_kept)
+        tokens = token_rows(rows, self.completions, num_kept=num_kept, num_likely=num_likely)
         if with_versions:
             columns = {**tokens.columns, "weight_versions": token_versions(self.completions)}
             tokens = replace(tokens, columns=columns)
@@ -220,9 +223,12 @@ class Rollouts:
         return self._responses(sampled, sampling)
 
     def _responses(self, sampled: SampledStep, sampling: Sampling) -> Responses:
-        with_versions = self.engines.has_versions
-        num_kept = sampling.num_kept
-        return sampled.responses(self.world.rank, with_versions=with_versions, num_kept=num_kept)
+        return sampled.responses(
+            self.world.rank,
+            with_versions=self.engines.has_versions,
+            num_kept=sampling.num_kept,
+            num_likely=sampling.num_likely,
+        )
 
     def training(self) -> AbstractContextManager[None]:
         """See protocols.RolloutSource, as are the methods below."""

@@ -100,7 +100,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         loader=loader,
         reward=reward,
         decode=decode,
-        sampling=rollout_sampling(config, stop_ids),
+        sampling=rollout_sampling(config, stop_ids, num_likely=signals.num_likely),
         post=build_post_rollout(config, world, folder, decode),
         demonstrations=demonstrations,
         save=lambda step: folder.save_unless_there(step, policy, source),
