@@ -1,5 +1,7 @@
 """What an environment appends is marked as not sampled."""
 
+import math
+
 from megatron_rl.rollouts.environment import APPENDED, SingleTurn, appended
 from megatron_rl.types import Completion, Prompt, VersionSpan
 
@@ -21,3 +23,10 @@ def test_a_single_turn_is_complete_when_its_engine_ends_it() -> None:
 def test_what_was_not_drawn_keeps_the_whole_vocabulary() -> None:
     drawn = Completion((9, 2), (-0.5, -0.25), False, 4, kept=(9, 3, 2, -1))
     assert list(appended(drawn, (7,)).kept or ()) == [9, 3, 2, -1, -1, -1]
+
+
+def test_what_was_not_drawn_has_no_likely_tokens() -> None:
+    drawn = Completion((9,), (-0.5,), False, 4, likely=(9, 3), sampler_likely_logprobs=(-0.5, -1.0))
+    found = appended(drawn, (7,))
+    assert list(found.likely or ()) == [9, 3, -1, -1]
+    assert list(found.sampler_likely_logprobs or ()) == [-0.5, -1.0, -math.inf, -math.inf]
