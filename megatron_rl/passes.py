@@ -46,7 +46,8 @@ class Output:
         compute: ``(hidden, weight, head, value) -> [t]`` from the last hidden states ``[t, h]``,
             this rank's rows of the output layer, and ``policy.passes.logprobs.Head``; None for
             those that the policy computes with the logprobs: entropy, topk_logprobs, is_argmax,
-            prompt_logprobs, which are of the prompts' tokens, and experts, which are of all tokens.
+            likely_logprobs, which are of ``SequenceBatch.likely``, prompt_logprobs, which are of
+            the prompts' tokens, and experts, which are of all tokens.
     """
 
     name: str

@@ -98,7 +98,8 @@ class Sampling:
     Logprobs are those of the distribution sampled from, after temperature and truncation. With a
     seed, response j to a prompt depends on (seed, uid of the prompt, j) only. ``with_kept``: the
     tokens that ``top_k`` and ``top_p`` keep come with each sampled one, so that training can
-    restrict the policy to them; ``top_k`` bounds their number. ``expert_width``: bytes of the
+    restrict the policy to them; ``top_k`` bounds their number. ``num_likely``: so many of the most
+    likely tokens come with each sampled one, with their logprobs. ``expert_width``: bytes of the
     experts of a token, see ``Completion.experts``, where they are to come too.
 
     Example: ``Sampling(num_responses=8, max_response_tokens=64, temperature=1.0, seed=3)``.
@@ -114,6 +115,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     annealing: Annealing | None = None  # in the place of ``temperature``, which is 1 then
     with_kept: bool = False
+    num_likely: int = 0
     expert_width: int = 0
 
     @property
@@ -130,6 +132,14 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+# Fields of ``Completion`` with several places a token: their type, and what free places hold.
+PLACES = {
+    "kept": ("i", -1),
+    "likely": ("i", -1),
+    "sampler_likely_logprobs": ("f", -math.inf),
+}
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled response. ``token_ids`` ends with the stop token when there is one.
@@ -139,8 +149,11 @@ class Completion:
     given, one span of ``weight_version``. ``sampled``: which tokens the engine drew, where an
     environment has appended others (those count in no loss, mean or check); None: all. ``kept``:
     the ids that the sampler kept for each token, ``Sampling.num_kept`` places a token, -1 in free
-    ones; None: the whole vocabulary. ``experts``: of all tokens of its prompt and its own, those
-    that the engine's routers chose, see ``models.experts``; None: nothing is known of them.
+    ones; None: the whole vocabulary. ``likely`` and ``sampler_likely_logprobs``: the ids that were
+    most likely to the sampler, whatever it drew, and their logprobs, ``Sampling.num_likely`` places
+    a token, -1 and -inf in free ones; None: nothing is known of them. ``experts``: of all tokens of
+    its prompt and its own, those that the engine's routers chose, see ``models.experts``; None:
+    nothing is known of them.
 
     Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``, whose spans
     are ``(VersionSpan(4, end=2),)``.
@@ -153,13 +166,16 @@ class Completion:
     spans: tuple[VersionSpan, ...] = ()
     sampled: Sequence[bool] | None = None
     kept: Sequence[int] | None = None  # array("i")
+    likely: Sequence[int] | None = None  # array("i")
+    sampler_likely_logprobs: Sequence[float] | None = None  # array("f")
     experts: UInt8[np.ndarray, "all_tokens width"] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", _packed("i", self.token_ids))
         object.__setattr__(self, "sampler_logprobs", _packed("f", self.sampler_logprobs))
-        if self.kept is not None:
-            object.__setattr__(self, "kept", _packed("i", self.kept))
+        for name, (typecode, _) in PLACES.items():
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _packed(typecode, values))
         if not self.spans:
             whole = VersionSpan(self.weight_version, len(self.token_ids))
             object.__setattr__(self, "spans", (whole,))
@@ -244,7 +260,8 @@ class SequenceBatch(Sequences):
     ``images``: of each row's prompt, one object for the rows of a prompt; None: no row has any.
     ``temperatures``: of each response token, in the place of the policy's; those of prompt tokens
     are then 1. ``kept``: the only ids that have a probability in the place of each response token,
-    see ``Completion``; None: the whole vocabulary, as of prompt tokens. ``experts``: those that the
+    see ``Completion``; None: the whole vocabulary, as of prompt tokens. ``likely``: ids whose
+    logprobs may be asked for in the place of each, see there. ``experts``: those that the
     routers are to take for each token, see ``models.experts``; None: what they choose.
     """
 
@@ -255,6 +272,7 @@ class SequenceBatch(Sequences):
     images: tuple[tuple[Image, ...], ...] | None = None
     temperatures: Float[Tensor, " tokens"] | None = None
     kept: Int[Tensor, "tokens num_kept"] | None = None
+    likely: Int[Tensor, "tokens num_likely"] | None = None
     experts: UInt8[Tensor, "all_tokens width"] | None = None
 
     @property

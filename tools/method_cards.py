@@ -169,6 +169,8 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         token_columns={
             "entropy": ones,
             "topk_logprobs": -ones[:, None],
+            "likely_logprobs": -ones[:, None],
+            "sampler_likely_logprobs": -ones[:, None],
             "is_argmax": correct,
             "nucleus_entropy": ones,
             "masked_logprobs": -2 * ones,

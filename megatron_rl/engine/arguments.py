@@ -23,6 +23,9 @@ _BATCHED_TOKENS = 8192
 # CUDA build lets the product accumulate in float32.
 _FLOAT32_HEAD = {"head_dtype": "float32"}
 
+# Most logprobs of a token that a request may ask for, but for those of kept tokens.
+_MOST_LOGPROBS = 257
+
 # By name: its module needs vLLM, which is imported when the engine is built.
 _CHANGED_LOGITS = "megatron_rl.engine.logits_processors:ChangedLogits"
 
@@ -78,6 +81,7 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(config.top_k, _MOST_LOGPROBS),
         "generation_config": "vllm",  # not the sampling defaults of the checkpoint
         "skip_tokenizer_init": not config.stop,
         "use_tqdm_on_load": False,
@@ -87,8 +91,6 @@ def engine_arguments(
     }
     if config.anneal.schedule is not None or config.is_truncated:
         arguments["logits_processors"] = [_CHANGED_LOGITS]
-    if config.is_truncated:
-        arguments["max_logprobs"] = config.top_k
     if config.router_replay == "rollout":
         arguments |= arguments_to_return()
     if without_weights:

@@ -33,12 +33,14 @@ class _Open(NamedTuple):
     Attributes:
         name: vLLM's.
         asked: the tokens before its first new one.
+        num_likely: see ``Sampling``.
         expert_width: see ``Sampling``.
     """
 
     name: str
     asked: tuple[int, ...]
     what: str  # for messages
+    num_likely: int = 0
     expert_width: int = 0
 
     def tokens(self, num_new: int) -> TokensOf:
@@ -90,7 +92,9 @@ class RequestTracker:
         request_ids = [int(name.partition("-")[0]) for name in names]
         for request_id, name, there in zip(request_ids, names, responses.values(), strict=True):
             asked = prompt.token_ids + tuple(there)
-            self._open[request_id] = _Open(name, asked, what, sampling.expert_width)
+            self._open[request_id] = _Open(
+                name, asked, what, sampling.num_likely, sampling.expert_width
+            )
         return request_ids
 
     def stepped(self, llm: LLM, version: int) -> list[tuple[int, Completion]]:
@@ -118,7 +122,7 @@ class RequestTracker:
         truncated = response.finish_reason == "length"
         token_ids = list(response.token_ids)
         completion = _completion(
-            token_ids, response.logprobs, request.what, truncated=truncated, version=version
+            token_ids, response.logprobs, request, truncated=truncated, version=version
         )
         if self._experts is None or not request.expert_width:
             return request_id, completion
@@ -150,9 +154,7 @@ class RequestTracker:
             state = states[request.name]
             flat = state.logprobs_processor.logprobs
             token_ids = list(state.detokenizer.output_token_ids)
-            completion = _completion(
-                token_ids, flat, request.what, truncated=False, version=version
-            )
+            completion = _completion(token_ids, flat, request, truncated=False, version=version)
             if self._experts is not None and request.expert_width:
                 experts = self._experts.of_open(request.name, request.tokens(len(token_ids)))
                 completion = replace(completion, experts=experts)
@@ -177,19 +179,40 @@ def _length(llm: LLM, name: str) -> int:
 
 
 def _completion(
-    token_ids: list[int], flat: FlatLogprobs, what: str, *, truncated: bool, version: int
+    token_ids: list[int], flat: FlatLogprobs, request: _Open, *, truncated: bool, version: int
 ) -> Completion:
     """``flat``: ids and logprobs in two lists, see ``vllm_sampling``: of each token those of the
     sampled one, and then of the most likely ones, if they are wanted."""
     if len(flat.token_ids) == len(token_ids):
         assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
         return Completion(token_ids, flat.logprobs, truncated, version)
-    # [tokens, 1 + num_kept]
+    # [tokens, 1 + places]
     ids = np.array(flat.token_ids, dtype=np.int32).reshape(len(token_ids), -1)
     logprobs = np.array(flat.logprobs).reshape(ids.shape)
     assert ids[:, 0].tolist() == token_ids, "the first is the sampled token"
-    kept = array("i", kept_tokens(ids, logprobs, what).tobytes())
-    return Completion(token_ids, logprobs[:, 0].tolist(), truncated, version, kept=kept)
+    completion = Completion(token_ids, logprobs[:, 0].tolist(), truncated, version)
+    return with_places(completion, ids, logprobs, request.num_likely, request.what)
+
+
+def with_places(
+    completion: Completion,
+    ids: Int[np.ndarray, "tokens places"],
+    logprobs: Float[np.ndarray, "tokens places"],
+    num_likely: int,
+    what: str,
+) -> Completion:
+    """``completion`` with its ``num_likely`` most likely tokens; 0: with the kept ones, see
+    ``kept_tokens``, as are the arguments."""
+    if not num_likely:
+        return replace(completion, kept=array("i", kept_tokens(ids, logprobs, what).tobytes()))
+    # vLLM's order but for a sampled token, which a server names first.
+    order = np.argsort(-logprobs[:, 1:], axis=1, kind="stable")[:, :num_likely] + 1
+    values = np.take_along_axis(logprobs, order, 1).astype(np.float32)
+    return replace(
+        completion,
+        likely=array("i", np.take_along_axis(ids, order, 1).tobytes()),
+        sampler_likely_logprobs=array("f", values.tobytes()),
+    )
 
 
 def kept_tokens(

@@ -53,7 +53,8 @@ def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int])
 
     It ends with one of ``eos_token_ids`` or ``stop_token_ids`` (kept as its last token),
     with a ``stop`` string (its tokens are kept), or at the length limit. Logprobs are those of the
-    sampled token, and ``with_kept`` of the ``num_kept`` most likely ones.
+    sampled token, and ``with_kept`` of the ``num_kept`` most likely ones; where ``num_likely`` are
+    wanted, of one more: a server leaves one out for a sampled token that is none of them.
     """
     # Where the kept tokens are wanted, ``engine.logits_processors`` makes them so few.
     cut = {"top_p": 1.0, "top_k": -1} if sampling.with_kept else {}
@@ -70,7 +71,7 @@ def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int])
         # hence other ones when it has none.
         "ignore_eos": True,
         "detokenize": bool(sampling.stop),
-        "logprobs": sampling.num_kept,
+        "logprobs": sampling.num_likely + 1 if sampling.num_likely else sampling.num_kept,
     }
 
 

@@ -86,7 +86,7 @@ class PolicyLoss(Choice):
         clips: the ratio, to [1 - low, 1 + high] of its knobs, so that clipped shares are logged.
             (Bounds that differ from token to token are returned: ``response_losses.Clipped``.)
         sampler_ratio: ``log_ratio`` is against the sampler, not the old policy, so that it is the
-            correction for a mismatch itself.
+            correction for a mismatch itself; where it has a knob ``weight``, of this kind.
     """
 
     sequence_ratio: bool

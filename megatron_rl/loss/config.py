@@ -47,6 +47,8 @@ KlWeights = Annotated[SerializeAsAny[Named], by_name(KL_WEIGHTS)]
 KlEstimator = Annotated[str, one_of("KL estimator", kl.ESTIMATORS)]
 Correction = Annotated[str, one_of(CORRECTIONS.what, CORRECTIONS, "none")]
 
+_OWN_WEIGHT = "policy_loss.weight"
+
 
 class KlConfig(Piece):
     """``coef_positive`` and ``coef_negative``, given together, replace ``coef``.
@@ -178,17 +180,35 @@ class MethodConfig(Piece):
         return 2 if self.perception is not None and self.perception.masked == "current" else 1
 
     @property
+    def tokens_beside(self) -> int:
+        """That the policy loss reads beside each sampled one."""
+        knobs = self.policy_loss.knobs
+        return knobs["top_k"] if "top_k" in knobs else 0
+
+    @property
     def weighs_sampler(self) -> bool:
         """The policy term is weighted by the trainer's probability over the sampler's."""
-        return self.mismatch.is_weighted or POLICY_LOSSES[self.policy_loss.name].sampler_ratio
+        key, kind = self.correction
+        by_loss = POLICY_LOSSES[self.policy_loss.name].sampler_ratio
+        return self.mismatch.is_weighted or (by_loss and (key, kind) != (_OWN_WEIGHT, "none"))
+
+    @property
+    def correction(self) -> tuple[str, str]:
+        """The key that chooses a correction for the sampler, and its value."""
+        weight = self.policy_loss.knobs.get("weight")
+        if POLICY_LOSSES[self.policy_loss.name].sampler_ratio and weight is not None:
+            return _OWN_WEIGHT, weight
+        return "mismatch.kind", self.mismatch.kind
 
     @model_validator(mode="after")
     def _one_correction(self) -> MethodConfig:
         if POLICY_LOSSES[self.policy_loss.name].sampler_ratio and self.mismatch.is_weighted:
+            is_own = self.correction[0] == _OWN_WEIGHT
+            also = f", and {_OWN_WEIGHT} to it, which its center takes too" if is_own else ""
             raise ValueError(
                 f"policy loss {self.policy_loss.name} takes its ratio to the sampler, which"
                 f" mismatch.kind = {self.mismatch.kind} would count twice; set mismatch.kind to"
-                " none or sequence_mask"
+                f" none or sequence_mask{also}"
             )
         return self
 

@@ -46,7 +46,8 @@ class Workload:
         tokens_per_microbatch: the largest micro-batch of a data-parallel rank.
         tokens_per_minibatch: all its sequences at their longest.
         fused: layers of Transformer Engine.
-        num_kept: most tokens that the sampler keeps for each of a response.
+        num_kept: most tokens that the sampler keeps for each of a response, and those that a loss
+            reads beside it.
         tokens_per_step: most of a step that a rank holds.
     """
 
@@ -309,7 +310,7 @@ def workload(
         tokens_per_microbatch=min(batch.tokens_per_microbatch, times * most_tokens),
         tokens_per_minibatch=times * sequences * longest,
         logprob_chunk_tokens=LOGPROB_CHUNK_TOKENS,
-        num_kept=max(config.rollout.top_k, 0),
+        num_kept=max(config.rollout.top_k, 0) + config.method.tokens_beside,
         tokens_per_step=of_step * longest,
         make_vocab_divisible_by=config.model.make_vocab_divisible_by,
         fused=fused,

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_rl.models.experts import not_given
-from megatron_rl.types import Completion, Prompt, VersionSpan
+from megatron_rl.types import PLACES, Completion, Prompt, VersionSpan
 
 APPENDED = -3  # in place of the version of the weights that sampled a token
 
@@ -48,9 +48,12 @@ def appended(completion: Completion, tokens: Sequence[int]) -> Completion:
     """
     length = len(completion.token_ids)
     sampled = [True] * length if completion.sampled is None else list(completion.sampled)
-    kept = completion.kept
-    if kept is not None and length:  # the whole vocabulary for what was not drawn
-        kept = array("i", kept) + array("i", [-1]) * (len(kept) // length * len(tokens))
+    places = {}
+    for name, (typecode, free) in PLACES.items():  # free for what was not drawn
+        values = getattr(completion, name)
+        if values is not None and length:
+            added = array(typecode, [free]) * (len(values) // length * len(tokens))
+            places[name] = array(typecode, values) + added
     experts = completion.experts
     if experts is not None:
         experts = np.concatenate([experts, not_given(len(tokens), experts.shape[1])])
@@ -61,6 +64,6 @@ def appended(completion: Completion, tokens: Sequence[int]) -> Completion:
         truncated=False,
         spans=(*completion.spans, VersionSpan(APPENDED, length + len(tokens))),
         sampled=[*sampled, *([False] * len(tokens))],
-        kept=kept,
         experts=experts,
+        **places,
     )

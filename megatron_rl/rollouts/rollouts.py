@@ -64,15 +64,21 @@ class SampledStep(NamedTuple):
         return cls(summary, prompts, completions, refused)
 
     def responses(
-        self, rank: int, *, with_versions: bool, num_kept: int = 0, expert_width: int = 0
+        self,
+        rank: int,
+        *,
+        with_versions: bool,
+        num_kept: int = 0,
+        num_likely: int = 0,
+        expert_width: int = 0,
     ) -> Responses:
-        """As rows. ``with_versions``: adds a column with the version of each token; ``num_kept``
-        (that of their sampling): one with the tokens that the sampler kept; ``expert_width`` (that
-        too): the experts."""
+        """As rows. ``with_versions``: adds a column with the version of each token; the others, as
+        their sampling has them: the tokens that the sampler kept, those that were most likely to
+        it, and the experts."""
         answers = self.summary.answers
         holders = np.array([answer.holder for answer in answers], dtype=np.int64)
         rows = np.flatnonzero(holders == rank)
-        tokens = token_rows(rows, self.completions, num_kept=num_kept)
+        tokens = token_rows(rows, self.completions, num_kept=num_kept, num_likely=num_likely)
         if with_versions:
             columns = {**tokens.columns, "weight_versions": token_versions(self.completions)}
             tokens = replace(tokens, columns=columns)
@@ -233,6 +239,7 @@ class Rollouts:
             self.world.rank,
             with_versions=self.engines.has_versions,
             num_kept=sampling.num_kept,
+            num_likely=sampling.num_likely,
             expert_width=sampling.expert_width,
         )
 

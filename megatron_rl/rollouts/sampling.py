@@ -67,8 +67,11 @@ def sampling_seed(seed: int, step: int) -> int:
     return (seed * 1_000_003 + step * 1_009) % 2**32
 
 
-def rollout_sampling(config: Config, stop_ids: tuple[int, ...], expert_width: int = 0) -> Sampling:
-    """How a training step samples. ``expert_width``: of the model's tokens."""
+def rollout_sampling(
+    config: Config, stop_ids: tuple[int, ...], num_likely: int = 0, expert_width: int = 0
+) -> Sampling:
+    """How a training step samples. ``num_likely``: as its signals want; ``expert_width``: of the
+    model's tokens."""
     rollout = config.rollout
     return Sampling(
         num_responses=config.batch.responses_per_prompt,
@@ -80,6 +83,7 @@ def rollout_sampling(config: Config, stop_ids: tuple[int, ...], expert_width: in
         stop=rollout.stop,
         annealing=rollout.anneal.schedule,
         with_kept=rollout.is_truncated,
+        num_likely=num_likely,
         expert_width=expert_width if rollout.router_replay == "rollout" else 0,
     )
 

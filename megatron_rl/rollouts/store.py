@@ -7,12 +7,13 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_rl.models.experts import NOT_GIVEN, filled_in
 from megatron_rl.passes import EXPERTS
 from megatron_rl.scheduling.end_of_step import StepGroups
-from megatron_rl.types import Completion, Score, VersionSpan
+from megatron_rl.types import PLACES, Completion, Score, VersionSpan
 
 Place = tuple[int, int]  # a group and a response of it
 Carried = list[tuple[Place, Completion]]
@@ -157,7 +158,11 @@ def _saved(completions: Mapping[Place, Completion]) -> list[dict[str, Any]]:
             "truncated": one.truncated,
             "weight_version": one.weight_version,
             "spans": [list(span) for span in one.spans],
-            **({} if one.kept is None else {"kept": torch.tensor(one.kept, dtype=torch.int32)}),
+            **{
+                name: torch.from_numpy(np.array(values))
+                for name in PLACES
+                if (values := getattr(one, name)) is not None
+            },
             **({} if one.experts is None else {EXPERTS: torch.from_numpy(one.experts)}),
         }
         for (group, response), one in sorted(completions.items(), key=lambda pair: pair[0])
@@ -172,7 +177,7 @@ def _restored(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
             one["truncated"],
             one["weight_version"],
             tuple(VersionSpan(*span) for span in one["spans"]),
-            kept=array("i", one["kept"].tolist()) if "kept" in one else None,
+            **{name: one[name].tolist() for name in PLACES if name in one},
             experts=one[EXPERTS].numpy() if EXPERTS in one else None,
         )
         for one in saved

@@ -135,6 +135,7 @@ class Signal:
         score_outputs: what the pass with the old policy is to give.
         update_outputs: what the passes of updates are to give; they become token columns.
         extra_tokens: how much ``extend`` lengthens a sequence.
+        num_likely: how many of its most likely tokens the sampler is to name with each sampled one.
     """
 
     about: ClassVar[str] = ""
@@ -144,6 +145,7 @@ class Signal:
     score_outputs: Outputs = ()
     update_outputs: Outputs = ()
     extra_tokens: int = 0
+    num_likely: int = 0
 
     def check(self, prompts: Iterable[Prompt], config: Config) -> None:
         """Raises ValueError where the training prompts or the configuration do not allow it."""

@@ -86,6 +86,11 @@ class Signals:
         """By how much sequences are longer in an update."""
         return sum(signal.extra_tokens for signal in self.members)
 
+    @property
+    def num_likely(self) -> int:
+        """See ``Signal``."""
+        return max((signal.num_likely for signal in self.members), default=0)
+
     def check(self, prompts: Sequence[Prompt], config: Config) -> None:
         """Raises ValueError where a signal cannot be computed of the training prompts, or of a
         policy that is restricted to the tokens that the sampler keeps, or whose experts are
@@ -104,6 +109,12 @@ class Signals:
                     f" method reads {_first_column(type(signal))}, which needs the policy's"
                     " probabilities of tokens that the sampler does not keep; set"
                     " rollout.top_p=1.0 rollout.top_k=-1, or choose another method"
+                )
+            if self.num_likely and type(signal).extend is not Signal.extend:
+                raise ValueError(
+                    f"method {config.method.name}: reads {_first_column(type(signal))}, for which"
+                    " updates have tokens beside those of which the sampler has named its most"
+                    " likely ones, and likely_logprobs, which are of these; leave one out"
                 )
             signal.check(prompts, config)
 

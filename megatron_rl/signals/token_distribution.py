@@ -36,12 +36,48 @@ class MostLikelyTokens(Signal):
         self.update_outputs = (Output("topk_logprobs", top_k, gradient=True),)
 
     def check(self, prompts: Iterable[Prompt], config: Config) -> None:
-        vocab_size = read_architecture(Path(config.model.path))[0].vocab_size
-        if self._top_k > vocab_size:
-            raise ValueError(
-                f"method.policy_loss.top_k = {self._top_k}: the model has {vocab_size} tokens;"
-                " choose at most that"
-            )
+        _check_top_k(self._top_k, config)
+
+
+@register_signal
+class SamplersMostLikelyTokens(Signal):
+    """Of the ``top_k`` tokens that were most likely to the sampler, most likely first:
+    ``sampler_likely_logprobs`` as it had them, which come with the responses, and
+    ``likely_logprobs`` of the current policy, with gradient. Places without a token have -inf in
+    both: those of a token that was not sampled.
+    """
+
+    about = (
+        "the logprobs of the sampler's most likely tokens, its own and the policy's, in the loss"
+    )
+    token_columns = ("likely_logprobs", "sampler_likely_logprobs")
+    update_outputs = (Output("likely_logprobs", gradient=True),)
+
+    def __init__(self, *, top_k: int) -> None:
+        self.num_likely = top_k
+
+    def check(self, prompts: Iterable[Prompt], config: Config) -> None:
+        _check_top_k(self.num_likely + 1, config)  # engines are asked for one more
+        without = {
+            "source.schedule = free": config.source.schedule == "free",
+            "source.partial.groups_in_flight": config.source.is_partial,
+        }
+        for key, is_on in without.items():
+            if is_on:
+                raise ValueError(
+                    f"{key}: responses that are recorded or continued come without the sampler's"
+                    " most likely tokens, which the method reads; leave it out, or choose another"
+                    " method"
+                )
+
+
+def _check_top_k(num_tokens: int, config: Config) -> None:
+    vocab_size = read_architecture(Path(config.model.path))[0].vocab_size
+    if num_tokens > vocab_size:
+        raise ValueError(
+            f"method.policy_loss.top_k: {num_tokens} tokens are read, and the model has"
+            f" {vocab_size}; choose fewer"
+        )
 
 
 @register_signal

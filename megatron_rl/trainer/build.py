@@ -102,7 +102,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         loader=loader,
         reward=reward,
         decode=decode,
-        sampling=rollout_sampling(config, stop_ids, expert_width(policy.arch)),
+        sampling=rollout_sampling(config, stop_ids, signals.num_likely, expert_width(policy.arch)),
         post=build_post_rollout(config, world, folder, decode),
         demonstrations=demonstrations,
         save=lambda step: folder.save_unless_there(step, policy, source),

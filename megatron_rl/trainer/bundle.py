@@ -30,7 +30,7 @@ from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.health import Minibatch
-from megatron_rl.types import Image
+from megatron_rl.types import PLACES, Image
 
 if TYPE_CHECKING:  # a class of megatron, which takes long to import
     from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -47,11 +47,11 @@ TOKEN_COLUMN = "token_column."
 # Of a batch of sequences, an experience and its credit: what stands under its own name.
 OF_SEQUENCES = (
     *("token_ids", "prompt_lengths", "response_lengths"),
-    *("prompt_index", "temperatures", "kept", EXPERTS),
+    *("prompt_index", "temperatures", "kept", "likely", EXPERTS),
 )
 OF_EXPERIENCE = ("group_ids", "rewards", "correct", "truncated", "num_sampled")
 OF_CREDIT = ("advantages", "kl_weights", "keep")
-OF_TOKENS = ("sampler_logprobs", "sampled", "kept")
+OF_TOKENS = ("sampler_logprobs", "sampled", *PLACES)
 
 Images = Sequence[Sequence[tuple[str, int, int]]]  # of each row: digest, width, height
 
@@ -134,8 +134,8 @@ def _tensors(
     responses = experience.responses
     temperatures = policy_temperatures(experience.annealing, responses.lengths)
     sequences = replace(sequence_batch(pairs, experience.group_ids), temperatures=temperatures)
-    if "kept" in tokens.columns:
-        sequences = replace(sequences, kept=torch.from_numpy(tokens.columns["kept"]))
+    for name in {"kept", "likely"} & tokens.columns.keys():
+        sequences = replace(sequences, **{name: torch.from_numpy(tokens.columns[name])})
     if experts is not None:
         sequences = replace(sequences, experts=torch.from_numpy(experts.columns[EXPERTS]))
     tensors: dict[str, Tensor | None] = {

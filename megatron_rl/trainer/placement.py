@@ -133,12 +133,12 @@ class Placement:
             [prompt.images for prompt in prompts],
         )
         temperatures = policy_temperatures(experience.annealing, lengths)
-        kept = tokens.columns.get("kept")
-        batch = replace(
-            batch,
-            temperatures=temperatures,
-            kept=None if kept is None else torch.from_numpy(kept),
-        )
+        ids = {
+            name: torch.from_numpy(tokens.columns[name])
+            for name in ("kept", "likely")
+            if name in tokens.columns
+        }
+        batch = replace(batch, temperatures=temperatures, **ids)
         if experts is not None:
             experts = self._given(experts, own, batch.lengths.numpy(), everywhere)
             batch = replace(batch, experts=torch.from_numpy(experts.columns[EXPERTS]))

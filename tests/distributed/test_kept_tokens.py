@@ -122,18 +122,28 @@ def test_importance_weights_have_the_mean_1(with_kept: bool) -> None:
 
 @on_ranks(2)
 def test_kept_tokens_travel_with_their_rows():
-    """A rank without a row has the same columns; demonstrations keep the whole vocabulary."""
+    """A rank without a row has the same columns; demonstrations keep the whole vocabulary, and none
+    of their tokens was likely."""
     rank = dist.get_rank()
     world = World(rank, 2, rank, "test", dist.group.WORLD)
     responses = [
-        Completion((5, 6), (-0.1, -0.2), False, 0, kept=(5, 9, 6, -1)),
+        Completion(
+            *((5, 6), (-0.1, -0.2), False, 0),
+            kept=(5, 9, 6, -1),
+            likely=(5, 4),
+            sampler_likely_logprobs=(-0.125, -0.5),
+        ),
         Completion((7,), (0.0,), False, 0),
     ]
     here = responses if world.rank == 0 else []
-    held = token_rows(range(len(here)), here, num_kept=2)
+    held = token_rows(range(len(here)), here, num_kept=2, num_likely=1)
     route = Route(np.array([2, 1]), np.zeros(2, np.int64), np.array([1, 0]))
     found: TokenRows = exchange_rows(held, route, world)
     wanted = [[[-1, -1]], [[5, 9], [6, -1]]][world.rank]
     assert found.columns["kept"].dtype == np.int32
     assert found.columns["kept"].tolist() == wanted
     assert found.take(found.rows).columns["kept"].tolist() == wanted
+    likely, logprobs = (found.columns[name] for name in ("likely", "sampler_likely_logprobs"))
+    assert likely.tolist() == [[[-1]], [[5], [4]]][world.rank]
+    assert logprobs.tolist() == [[[-np.inf]], [[-0.125], [-0.5]]][world.rank]
+    assert (likely.dtype, logprobs.dtype) == (np.int32, np.float32)

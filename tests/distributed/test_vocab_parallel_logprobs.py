@@ -122,6 +122,48 @@ def test_two_ranks_find_the_tokens_of_one(vocab_size: int, top_k: int):
     assert torch.equal(everyone[0], everyone[1]), "ranks disagree"
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("vocab_size", [19, 11], ids=["both halves", "second rank all padding"])
+def test_given_tokens_have_the_gradients_of_autograd(vocab_size: int):
+    """Of one rank and of two, in chunks of 5, beside the logprob of the target, which may be given
+    too: log-softmax over the whole vocabulary in float64. A free place is -inf without gradient."""
+    draw = torch.Generator().manual_seed(7)
+    hidden = 2 * torch.randn(NUM_TOKENS, HIDDEN, generator=draw, dtype=torch.float64)
+    weight = torch.randn(PADDED_VOCAB, HIDDEN, generator=draw, dtype=torch.float64)
+    targets = torch.randint(0, vocab_size, (NUM_TOKENS,), generator=draw)
+    order = torch.rand(NUM_TOKENS, vocab_size, generator=draw).argsort(1)
+    likely = order[:, :6].int()
+    likely[:3, 2] = targets[:3].int()
+    likely[::4, 3] = -1
+    factors = torch.randn(NUM_TOKENS, 6, generator=draw, dtype=torch.float64)
+    factors[likely < 0] = 0
+
+    def gradients(values: Tensor, logprobs: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        loss = (factors * values.masked_fill(likely < 0, 0)).sum() + logprobs.sum()
+        return [values.detach(), logprobs.detach(), *torch.autograd.grad(loss, inputs)]
+
+    def leaves(weight: Tensor) -> list[Tensor]:
+        return [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+
+    plain = leaves(weight)
+    logp = (plain[0] @ plain[1][:vocab_size].t() / 0.8).log_softmax(1)
+    values = logp.gather(1, likely.clamp(min=0).long()).masked_fill(likely < 0, -torch.inf)
+    wanted = gradients(values, logp.gather(1, targets[:, None])[:, 0], plain)
+    rank = dist.get_rank()
+    for group, block in ((None, weight), (dist.group.WORLD, weight.chunk(2)[rank])):
+        inputs = leaves(block)
+        head = Head(0.8, vocab_size, 5, group, likely=likely)
+        found = token_values(*inputs, targets, head)
+        assert found.columns.keys() == {"likely_logprobs", "is_argmax"}
+        got = gradients(found.columns["likely_logprobs"], found.logprobs, inputs)
+        assert torch.equal(got[0].isinf(), likely < 0)
+        assert_close("given", got[0].nan_to_num(neginf=0), wanted[0].nan_to_num(neginf=0), 1e-12)
+        assert_close("logprobs", got[1], wanted[1], 1e-12)
+        assert_close("hidden gradient", got[2], wanted[2], 1e-12)
+        own = wanted[3] if group is None else wanted[3].chunk(2)[rank]
+        assert_close("weight gradient", got[3], own, 1e-12)
+
+
 def plain_nucleus_entropy(logits: Tensor, top_p: float) -> Tensor:
     """The tokens sorted, up to the one with which they reach ``top_p``."""
     probabilities, place = logits.softmax(1).sort(1, descending=True)

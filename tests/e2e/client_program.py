@@ -61,6 +61,7 @@ async def same_answers(client: ServerClient, config: Config, prompts: list[Promp
         base,
         replace(base, seed=12, temperature=0.7, top_p=0.9, top_k=5),
         replace(base, temperature=0.0, num_responses=1),
+        replace(base, temperature=2.0, num_likely=3),
         replace(base, max_response_tokens=3, stop_token_ids=(4, 5)),
     ):
         expected = [one for group in engine.generate(prompts, sampling) for one in group]

@@ -30,6 +30,9 @@ from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import build_trainer
 from megatron_rl.trainer.trainer import Trainer
 
+# Of a vocabulary that is smaller than what they read by default.
+OF_FEW_TOKENS = {"score_centered": ["policy_loss.top_k=6"]}
+
 
 def weights_digest(trainer: Trainer) -> str:
     weights = trainer.learner.policy.gathered_weights()
@@ -38,7 +41,8 @@ def weights_digest(trainer: Trainer) -> str:
 
 def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     """The same policy and engine, learning by another method."""
-    method = load_method(name, response_limit=config.rollout.max_response_tokens)
+    limit = config.rollout.max_response_tokens
+    method = load_method(name, OF_FEW_TOKENS.get(name, ()), response_limit=limit)
     source = trainer.source
     assert isinstance(source, Rollouts)
     # As the trainer of a method that trains on demonstrations is built.
@@ -54,9 +58,11 @@ def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     )
     engines = source.engines
     assert isinstance(engines, ColocatedEngines)
+    signals = signals_of(method, config.seed)
+    plain = replace(job.plan.plain, num_likely=signals.num_likely)
+    job = replace(job, plan=replace(job.plan, plain=plain))
     engines = ColocatedEngines(engines.backend, trainer.world, job, engines.colocation)
     source = replace(source, engines=engines, job=job)
-    signals = signals_of(method, config.seed)
     learner = replace(trainer.learner, method=method, signals=signals)
     return replace(trainer, source=source, learner=learner)
 

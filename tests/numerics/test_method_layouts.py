@@ -37,10 +37,22 @@ from tests.ranks import call
 
 MODEL = "qwen3"
 NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs", "siren", "laser")
+NAMES += ("score_centered",)
 LIMIT = 16
 START = 0.4  # the entropy that siren goes back to
 CORRECT = torch.tensor([True, False, True, True, True, True])  # one group of each kind
 WAS_CUT = torch.tensor([False, False, False, True, False, False])
+
+
+def batch_of(name: str) -> SequenceBatch:
+    """With six tokens beside each response token where they are read; of some there are fewer."""
+    batch = make_batch()
+    if name != "score_centered":
+        return batch
+    draw = torch.Generator().manual_seed(4)
+    ids = torch.rand(int(batch.response_lengths.sum()), 100, generator=draw).argsort(1)[:, :6].int()
+    ids[::5, 4:] = -1
+    return replace(batch, likely=ids)
 
 
 def experience_of(batch: SequenceBatch, logprobs: Tensor) -> Experience:
@@ -50,12 +62,18 @@ def experience_of(batch: SequenceBatch, logprobs: Tensor) -> Experience:
     noise = torch.randn(2, len(logprobs), generator=draw)
     advantages = torch.randn(NUM_ROWS, generator=draw)
     every = torch.ones(NUM_ROWS, dtype=torch.bool)
+    token_columns = {}
+    if batch.likely is not None:  # masses of about a half
+        of_sampler = torch.rand(batch.likely.shape, generator=draw) - 3
+        of_sampler[batch.likely < 0] = -torch.inf
+        token_columns["sampler_likely_logprobs"] = of_sampler
     return replace(
         scored(batch),
         correct=CORRECT,
         credit=Credit(advantages, torch.ones(NUM_ROWS), every, {}),
         old=TokenScores(logprobs + 0.3 * noise[0]),
         ref=TokenScores(logprobs + 0.2 * noise[1]),
+        token_columns=token_columns,
     )
 
 
@@ -69,6 +87,10 @@ def token_batch(
     logprobs = logp.gather(1, tokens[:, None])[:, 0]
     topk = logp.topk(3, dim=1)
     nucleus = nucleus_entropy(logp)
+    of_likely = {}
+    if batch.likely is not None:
+        of_likely["likely_logprobs"] = logp.gather(1, batch.likely.clamp(min=0).long())
+        of_likely |= {name: one.double() for name, one in experience.token_columns.items()}
     assert experience.old is not None and experience.ref is not None and experience.credit
     return TokenBatch(
         logprobs=logprobs,
@@ -78,6 +100,7 @@ def token_batch(
         advantages=experience.credit.advantages.double(),
         kl_weights=torch.ones(NUM_ROWS, dtype=torch.float64),
         ref_logprobs=experience.ref.logprobs.double(),
+        sampler_logprobs=experience.sampler_logprobs.double(),
         correct=experience.correct,
         group_ids=experience.group_ids,
         token_columns={
@@ -85,6 +108,7 @@ def token_batch(
             "topk_logprobs": topk.values,
             "is_argmax": topk.indices[:, 0] == tokens,
             "nucleus_entropy": nucleus,
+            **of_likely,
         },
         columns={
             "log_ratio_sums": sums_of(experience, logprobs.detach()),
@@ -135,9 +159,9 @@ def end_logits(model: torch.nn.Module, batch: SequenceBatch) -> Tensor:
 
 def plain_answers(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Of each method: loss, metrics and gradients; of all, old logprobs to start from."""
-    batch = make_batch()
     found = {}
     for name in names:
+        batch = batch_of(name)
         model = zoo.tiny_model(MODEL)
         logits = plain_logits(model, batch)
         tokens = torch.cat(
@@ -170,8 +194,8 @@ def compare(
 ) -> None:
     """On every rank: each method, each cut into micro-batches; or, with ``one_cut``, one for each
     method, all of them in turn."""
-    batch = make_batch()
     for number, (name, wanted) in enumerate(answers.items()):
+        batch = batch_of(name)
         method = load_method(name, response_limit=LIMIT)
         signals = signals_of(method)
         policy = zoo.tiny_policy(path, layout)

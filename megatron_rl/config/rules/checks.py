@@ -133,8 +133,8 @@ def _method(config: Config) -> Iterator[str]:
         )
         if config.method.mismatch.kind == "none" and not config.method.weighs_sampler:
             yield (
-                f"{reason} set method.mismatch.kind=tis (truncated importance sampling) as"
-                " rollout=vllm_fp8 does, icepop or sequence_mask"
+                f"{reason} set method.{config.method.correction[0]}=tis (truncated importance"
+                " sampling) as rollout=vllm_fp8 does, icepop or sequence_mask"
             )
         if config.mismatch_limits.warn_above is None:
             yield f"{reason} set mismatch_limits.warn_above (0.1 in rollout=vllm_fp8)"

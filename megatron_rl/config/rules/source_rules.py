@@ -100,10 +100,11 @@ def _with_servers(config: Config) -> Iterator[str]:
 def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
     """``age``: why tokens may be old; ``without``: the setting under which they are not."""
     if not config.method.weighs_sampler:
+        key, kind = config.method.correction
+        cap = f"{key.partition('.')[0]}.cap"
         yield (
-            f"{age}, which method.mismatch.kind = {config.method.mismatch.kind} does not correct;"
-            " set method.mismatch.kind=tis method.mismatch.cap=2.0 (truncated importance"
-            f" sampling), icepop, or {without}"
+            f"{age}, which method.{key} = {kind} does not correct; set method.{key}=tis"
+            f" method.{cap}=2.0 (truncated importance sampling), icepop, or {without}"
         )
     if config.mismatch_limits.abort_above is not None:
         yield (

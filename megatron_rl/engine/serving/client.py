@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import io
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 import aiohttp
 import numpy as np
 
-from megatron_rl.engine.request_tracking import kept_tokens
+from megatron_rl.engine.request_tracking import with_places
 from megatron_rl.engine.requests import MultimodalConfig, check_expansion, served_request
 from megatron_rl.engine.routed_experts import Experts, TokensOf, packed_rows
 from megatron_rl.engine.sampling import SCORING, extra_args, request_seed, sampling_values
@@ -133,7 +132,7 @@ class ServerClient:
             raise RequestFailedError(
                 f"{self.url}: dropped a request to prompt {prompt.uid} ({choice.finish_reason})"
             )
-        completion = _with_kept(_completion(self.url, choice), choice, sampling.num_kept, what)
+        completion = _with_places(_completion(self.url, choice), choice, sampling, what)
         if not sampling.expert_width:
             return completion
         num_tokens = len(prompt.token_ids) + len(completion.token_ids)
@@ -251,18 +250,19 @@ def _no_answer(url: str) -> Iterator[None]:
         raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
 
 
-def _with_kept(completion: Completion, choice: _Choice, num_kept: int, what: str) -> Completion:
+def _with_places(
+    completion: Completion, choice: _Choice, sampling: Sampling, what: str
+) -> Completion:
     """Raises RuntimeError as ``kept_tokens`` does."""
     content = choice.logprobs.content
-    if not num_kept or not content:
+    if not (sampling.num_kept or sampling.num_likely) or not content:
         return completion
     # The sampled token comes once more among the most likely ones.
     rows = [(token, *token.top_logprobs) for token in content]
     ids = np.array([[each.token_id for each in row] for row in rows], dtype=np.int32)
     logprobs = np.array([[each.logprob for each in row] for row in rows])
     logprobs[logprobs <= _NO_LOGPROB] = -np.inf
-    kept = array("i", kept_tokens(ids, logprobs, what).tobytes())
-    return replace(completion, kept=kept)
+    return with_places(completion, ids, logprobs, sampling.num_likely, what)
 
 
 def _experts(url: str, choice: _Choice) -> Experts | None:

@@ -1,22 +1,29 @@
-"""Policy losses with a trust region around the sampler, in probabilities and not in ratios.
+"""Policy losses that read the sampler: a trust region around it, in probabilities and not in
+ratios, and a score that is centered over it.
 
 log_ratio = logprobs - sampler_logprobs here, so rho = exp(log_ratio) corrects for an engine that
 differs and for tokens that are old. p is the current probability of the sampled token, mu the
-sampler's. A token outside the region has neither value nor gradient.
+sampler's. A token outside the region has neither value nor gradient. Without centering, an
+advantage that is not 0 on average at a prefix pulls the policy towards the sampler at every step.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import torch
-from pydantic import PositiveFloat
+from jaxtyping import Float
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
+from megatron_rl.loss.per_token.mismatch import icepop, truncated_importance
 from megatron_rl.loss.per_token.policy_losses import ratio_of
 from megatron_rl.loss.per_token.response_losses import Clipped
 from megatron_rl.loss.shapes import PerToken, TokenMask
+
+PerHead = Float[Tensor, "tokens head"]
 
 
 @policy_loss(sampler_ratio=True)
@@ -80,3 +87,50 @@ def _inside(log_ratio: PerToken, advantages: PerToken, is_outside: TokenMask) ->
     lower = is_outside.to(ratio.dtype)
     upper = torch.full_like(ratio, torch.inf).masked_fill(is_outside, 1)
     return Clipped(-(ratio * advantages).masked_fill(is_outside, 0), lower, upper)
+
+
+@policy_loss(sampler_ratio=True)
+def score_centered(
+    logprobs: PerToken,
+    log_ratio: PerToken,
+    advantages: PerToken,
+    likely_logprobs: PerHead,
+    sampler_likely_logprobs: PerHead,
+    *,
+    weight: Literal["none", "tis", "icepop"] = "tis",
+    cap: Annotated[float, Field(gt=1)] = 2.0,
+    top_k: Annotated[int, Field(ge=1, le=256)] = 32,
+) -> PerToken:
+    """-A (w log p_a - sum over the head of c_v log p_v), p of the policy and q of the sampler.
+
+    The head is the ``top_k`` tokens that were most likely to q, c_v = q_v f(p_v / q_v)
+    - alpha f(1 / alpha) p_v with alpha = (1 - Q) / (1 - P), Q and P the masses of the head, and
+    w = f(p_a / q_a), f = ``weight``: 1, or one of ``mismatch`` with ``cap``. Outside the head q is
+    taken to be alpha p: there the mean of f s, s = d log p, is alpha f(1 / alpha) times that of p,
+    and sum_v p_v s_v = 0 turns it into a sum over the head. A head that is the whole vocabulary
+    centers exactly.
+    Source: arXiv 2609.20807.
+    """
+    weights = {
+        "none": torch.ones_like,
+        "tis": partial(truncated_importance, cap=cap),
+        "icepop": partial(icepop, cap=cap),
+    }
+    f = weights[weight]  # of the logarithm of its argument
+    is_free = torch.isinf(sampler_likely_logprobs)
+    head = likely_logprobs.masked_fill(is_free, 0)
+    log_p, log_q = head.detach(), sampler_likely_logprobs.masked_fill(is_free, 0)
+    p = log_p.exp().masked_fill(is_free, 0)
+    q = log_q.exp().masked_fill(is_free, 0)
+    # log(1 / alpha). Of a head that is all there is, the rests are rounding: their ratio is 1.
+    log_tail = _rest(p).log() - _rest(q).log()
+    tail = torch.exp(-log_tail) * f(log_tail)
+    of_head = f((log_p - log_q).flatten()).reshape(q.shape)
+    centers = q * of_head - tail[:, None] * p
+    own = f(log_ratio.detach()) * logprobs
+    return -advantages.detach() * (own - (centers.detach() * head).sum(1))
+
+
+def _rest(masses: PerHead) -> PerToken:
+    """At least 2^-23, what a sum in float32 can tell from 1."""
+    return (1 - masses.sum(1)).clamp(min=torch.finfo(torch.float32).eps)

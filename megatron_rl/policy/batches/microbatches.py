@@ -60,9 +60,9 @@ class Microbatch:
     ``rows[i]`` is a place among the t tokens, ``targets[i]`` a token that follows it (several
     follow the end of a shared prompt), ``index[i]`` that token's place in the response-token layout
     of the batch (on the host, unlike the others). ``temperatures[i]`` divides the logits of that
-    token; None: all have the policy's. ``kept[i]``: see ``logprobs.Head``. ``places``: of the t
-    tokens among those of the batch, -1 of padding, on the host; ``experts``: as there. An empty
-    micro-batch holds one dummy sequence and no rows.
+    token; None: all have the policy's. ``kept[i]``, ``likely[i]``: see ``logprobs.Head``.
+    ``places``: of the t tokens among those of the batch, -1 of padding, on the host; ``experts``:
+    as there. An empty micro-batch holds one dummy sequence and no rows.
     """
 
     token_ids: Int[Tensor, "1 t"]
@@ -75,6 +75,7 @@ class Microbatch:
     empty: bool
     temperatures: Float[Tensor, " n"] | None = None
     kept: Int[Tensor, "n num_kept"] | None = None
+    likely: Int[Tensor, "n num_likely"] | None = None
     experts: UInt8[Tensor, "t width"] | None = None
 
 
@@ -225,6 +226,7 @@ class Packer:
             empty=not rows,
             temperatures=self._of_responses(batch.temperatures, index, 1.0),
             kept=self._of_responses(batch.kept, index, -1),
+            likely=self._of_responses(batch.likely, index, -1),
             experts=experts,
         )
 

@@ -27,13 +27,8 @@ from megatron_rl.passes import (
 )
 from megatron_rl.policy.batches.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
-from megatron_rl.policy.passes.logprobs import (
-    LOGPROB_CHUNK_TOKENS,
-    Entropy,
-    Head,
-    TokenValues,
-    token_values,
-)
+from megatron_rl.policy.passes.head import Entropy, Head
+from megatron_rl.policy.passes.logprobs import LOGPROB_CHUNK_TOKENS, TokenValues, token_values
 from megatron_rl.policy.passes.routing import Routing
 from megatron_rl.runtime.device import to_device
 from megatron_rl.runtime.guard.activity import ACTIVITY
@@ -217,12 +212,16 @@ class Passes:
     def _head(self, microbatch: Microbatch, outputs: Outputs) -> Head:
         entropy: Entropy = "none"
         top_k = 0
+        likely = None
         for output in outputs:
             if output.name == "entropy":
                 entropy = "grad" if output.gradient else "value"
             elif output.name in ("topk_logprobs", "is_argmax"):
                 # One most likely token is enough to know whether it was sampled.
                 top_k = max(top_k, int(output.value), 1)
+            elif output.name == "likely_logprobs":
+                likely = microbatch.likely
+                assert likely is not None, "of tokens that came with the sampled ones"
             elif output.compute is None and output.name not in _OF_OTHER_TOKENS:
                 raise ValueError(
                     f"output {output.name}: the policy computes no such quantity; give it a"
@@ -233,7 +232,7 @@ class Passes:
         group = self.ranks.tensor_group if self.ranks.tensor > 1 else None
         size = self.vocab_size
         kept = microbatch.kept
-        return Head(temperature, size, LOGPROB_CHUNK_TOKENS, group, entropy, top_k, kept)
+        return Head(temperature, size, LOGPROB_CHUNK_TOKENS, group, entropy, top_k, kept, likely)
 
     def _step(
         self,

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Entropy = Literal["none", "value", "grad"]  # "value": without gradient
+from megatron_rl.policy.passes.head import Head
+
 # Response tokens whose logits are alive at a time in a pass of the policy. A chunk of 256 would
 # stay in the cache of a GPU, but every chunk reads the weight once a product and, in backward,
 # reads and writes its whole float32 gradient. By bytes for 38,016 rows of 3,584 (not measured on a
@@ -26,37 +27,6 @@ Entropy = Literal["none", "value", "grad"]  # "value": without gradient
 LOGPROB_CHUNK_TOKENS = 1024
 # The entropy needs x and exp(x) at once: so many parts of a chunk take turns in a second buffer.
 ENTROPY_SPLIT = 8
-
-
-@dataclass(frozen=True)
-class Head:
-    """How states become a distribution, and what is wanted of it beside logprobs.
-
-    Attributes:
-        temperature: divides the logits: one, or that of each token.
-        vocab_size: rows of the output layer from here on are padding.
-        chunk_tokens: tokens whose logits are in memory at a time.
-        group: ranks that have blocks of the output layer's rows, in rank order; None: one block.
-        top_k: how many of the most likely tokens are wanted; 0: none.
-        kept: the only ids that have a probability, -1 in free places, in the place of each token;
-            a row of -1 keeps the whole vocabulary, as None does for all.
-    """
-
-    temperature: float | Float[Tensor, " t"]
-    vocab_size: int
-    chunk_tokens: int
-    group: dist.ProcessGroup | None
-    entropy: Entropy = "none"
-    top_k: int = 0
-    kept: Int[Tensor, "t num_kept"] | None = None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    def divisor(self, rows: slice) -> float | Float[Tensor, " rows"]:
-        """What divides the logits of the tokens ``rows``."""
-        return self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
 
 
 @dataclass(frozen=True)
@@ -74,7 +44,8 @@ def token_values(
     head: Head,
 ) -> TokenValues:
     """Logprobs of ``softmax(hidden @ W.T / temperature)`` in nats, float32, and the columns
-    ``entropy``, ``topk_logprobs`` and ``is_argmax``, as ``head`` wants them.
+    ``entropy``, ``topk_logprobs`` or ``likely_logprobs``, and ``is_argmax``, as ``head`` wants
+    them.
 
     With ``x = hidden @ W.T / temperature``, W the rows ``[0, vocab_size)`` of the output layer:
 
@@ -85,7 +56,9 @@ def token_values(
     top-k or top-p has drawn token i from, when its logits are x. The target must be one of them.
 
     ``topk_logprobs``: of the ``top_k`` most likely tokens, most likely first, with gradient; which
-    of two equally likely tokens is the k-th is open. ``is_argmax``: no token is more likely.
+    of two equally likely tokens is the k-th is open. ``likely_logprobs``: of the ids that are
+    given, in their order, with gradient; -inf in free places. ``is_argmax``: no token is more
+    likely.
 
     ``weight`` is this rank's block of rows of W; padding has no probability and a zero gradient. A
     target outside ``[0, vocab_size)`` has probability 0: its logprob is ``-inf``. ``hidden`` and
@@ -96,9 +69,9 @@ def token_values(
     float32; float64 inputs are computed in float64. Inputs are never modified. ``t`` may be 0.
 
     The gradient of the entropy takes one more pass over a chunk. Collectives: one all-gather of 3
-    or 4 numbers (and 2 for each of the ``top_k``) per token forward, one all-reduce of the gradient
-    of ``hidden`` backward. Memory: a chunk, ``[chunk_tokens, v_local]`` in float32, plus in
-    backward the gradients.
+    or 4 numbers (and 2 for each of the ``top_k``, 1 of each given id) per token forward, one
+    all-reduce of the gradient of ``hidden`` backward. Memory: a chunk, ``[chunk_tokens, v_local]``
+    in float32, plus in backward the gradients.
 
     Raises:
         ValueError: the vocabulary has fewer than ``top_k`` tokens.
@@ -111,8 +84,9 @@ def token_values(
     columns = {}
     if head.entropy != "none":
         columns["entropy"] = entropies
-    if head.top_k:
-        columns |= {"topk_logprobs": topk, "is_argmax": is_argmax}
+    if head.num_wanted:
+        name = "topk_logprobs" if head.likely is None else "likely_logprobs"
+        columns |= {name: topk, "is_argmax": is_argmax}
     return TokenValues(logprobs, columns)
 
 
@@ -124,10 +98,10 @@ class _Logprobs(torch.autograd.Function):
         with_entropy = head.entropy != "none"
         chunks = Chunks(hidden, weight, targets, head)
         everyone = _gather(_local_stats(chunks, with_entropy), head.group)
-        # [ranks, 3 or 4 sums and 2 top_k, t]: see ``_local_stats``.
+        # [ranks, 3 or 4 sums and what is wanted of single tokens, t]: see ``_local_stats``.
         num_sums = 4 if with_entropy else 3
         logprobs, logsumexp, entropies = _combine(everyone[:, :num_sums], with_entropy)
-        topk, tokens = _largest(everyone[:, num_sums:], head.top_k)
+        topk, tokens = _wanted(everyone[:, num_sums:], head)
         # The target's logit, which one rank has and the others give as -inf, against the largest.
         is_argmax = everyone[:, 2].amax(0) == everyone[:, 0].amax(0)
         topk = topk - logsumexp[:, None]
@@ -135,7 +109,7 @@ class _Logprobs(torch.autograd.Function):
         ctx.head = head
         fixed = [is_argmax]
         fixed += [] if head.entropy == "grad" else [entropies]
-        fixed += [] if head.top_k else [topk]
+        fixed += [] if head.num_wanted else [topk]
         ctx.mark_non_differentiable(*fixed)  # the last call counts alone
         return logprobs, entropies, topk, is_argmax
 
@@ -155,7 +129,7 @@ class _Logprobs(torch.autograd.Function):
             # Logits were divided by it, and so are their gradients.
             outer = grad_logprobs[rows] / divisor
             every = outer  # of log p of all wanted tokens: d log p is -p, and 1 at the token
-            if head.top_k:
+            if head.num_wanted:
                 of_topk = grad_topk[rows] / _column(divisor)
                 every = outer + of_topk.sum(1)
             if head.entropy == "grad":
@@ -167,7 +141,7 @@ class _Logprobs(torch.autograd.Function):
             if chunks.width:
                 # A target of another rank adds 0 to column 0.
                 x.scatter_add_(1, column[:, None], (outer * is_own)[:, None])
-            if chunks.width and head.top_k:
+            if chunks.width and head.num_wanted:
                 is_own, column = chunks.own(tokens[rows])
                 x.scatter_add_(1, column, of_topk * is_own)
             gradients.add(rows, x)
@@ -191,7 +165,6 @@ class Chunks:
         self.targets = targets
         self.head = head
         self.size = head.chunk_tokens
-        self.top_k = head.top_k
         self.weight = self.operand(weight[: self.width])
 
     def operand(self, x: Tensor) -> Tensor:
@@ -294,18 +267,20 @@ def _local_stats(chunks: Chunks, entropy: bool) -> Tensor:
     """``[3 or 4 + 2 top_k, t]``: what follows from this rank's columns for those of all ranks.
 
     max m, sum exp(x - m), x of the target or -inf, and for the entropy sum (x - m) exp(x - m);
-    then the largest x and their tokens (float32 holds every number of a token).
+    then the largest x and their tokens (float32 holds every number of a token), or x of the given
+    tokens, or -inf, alone.
     """
+    likely = chunks.head.likely
+    num_wanted = chunks.head.num_wanted
     num_sums = 4 if entropy else 3
     stats = torch.zeros(
-        (num_sums + 2 * chunks.top_k, chunks.hidden.shape[0]),
+        (num_sums + num_wanted * (2 if likely is None else 1), chunks.hidden.shape[0]),
         dtype=chunks.dtype,
         device=chunks.hidden.device,
     )
-    # Views into ``stats``, [top_k, t] each.
-    largest, tokens = stats[num_sums:].chunk(2) if chunks.top_k else (None, None)
-    if largest is not None:
-        largest.fill_(-torch.inf)  # where this rank has fewer columns
+    # Views into ``stats``, [num_wanted, t] each; the second is empty where tokens are given.
+    largest, tokens = stats[num_sums:].split([num_wanted, len(stats) - num_sums - num_wanted])
+    largest.fill_(-torch.inf)  # where this rank has fewer columns
     if chunks.width == 0:
         stats[0] = torch.finfo(chunks.dtype).min  # finite: (m - max) * 0 below must be 0, not nan
         stats[2] = -torch.inf
@@ -313,8 +288,11 @@ def _local_stats(chunks: Chunks, entropy: bool) -> Tensor:
     for rows, x in chunks:
         maximum = stats[0, rows]
         torch.amax(x, 1, out=maximum)
-        if largest is not None and tokens is not None:
-            found, columns = x.topk(min(chunks.top_k, chunks.width), dim=1)
+        if likely is not None:
+            is_own, columns = chunks.own(likely[rows])
+            largest[:, rows] = torch.where(is_own, x.gather(1, columns), -torch.inf).t()
+        elif num_wanted:
+            found, columns = x.topk(min(num_wanted, chunks.width), dim=1)
             largest[: found.shape[1], rows] = found.t()
             tokens[: found.shape[1], rows] = (columns.t() + chunks.first).to(x.dtype)
         is_own, column = chunks.own(chunks.targets[rows])
@@ -361,9 +339,13 @@ def _combine(stats: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, maximum + log_total, log_total - mean
 
 
-def _largest(stats: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """``(x, token)``, ``[t, top_k]`` each, of the largest x of all ranks."""
+def _wanted(stats: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """``(x, token)``, ``[t, num_wanted]`` each, of the given tokens or the largest x of all
+    ranks."""
+    if head.likely is not None:
+        return stats.amax(0).t(), head.likely
     ranks, _, num_tokens = stats.shape
+    top_k = head.top_k
     if not top_k:
         nothing = stats.new_empty((num_tokens, 0))
         return nothing, nothing.long()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.models.experts import not_given
@@ -16,7 +16,7 @@ from megatron_rl.passes import EXPERTS
 from megatron_rl.rollouts.rows.experience import Response, Responses
 from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import Completion, Prompt
+from megatron_rl.types import PLACES, Completion, Prompt
 
 
 def token_rows(
@@ -25,10 +25,12 @@ def token_rows(
     *,
     with_sampled: bool = False,
     num_kept: int = 0,
+    num_likely: int = 0,
 ) -> TokenRows:
     """The rows that were sampled here; columns ``token_ids`` (int32) and ``sampler_logprobs``
     (float32). ``with_sampled``: and ``sampled`` (bool), on all ranks or on none; ``num_kept``: and
-    ``kept`` (int32), so many places a token; of a response without it all are free."""
+    ``kept`` (int32), so many places a token; of a response without it all are free.
+    ``num_likely``: and ``likely`` and ``sampler_likely_logprobs`` in the same way."""
     ids = [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions]
     logprobs = [
         np.asarray(completion.sampler_logprobs, dtype=np.float32) for completion in completions
@@ -43,14 +45,10 @@ def token_rows(
             for one in completions
         ]
         columns["sampled"] = np.concatenate([np.empty(0, bool), *flags])
-    if num_kept:
-        columns["kept"] = np.full((sum(map(len, ids)), num_kept), -1, np.int32)
-        end = 0
-        for one in completions:
-            start = end
-            end += len(one.token_ids)
-            if one.kept is not None:
-                columns["kept"][start:end] = np.asarray(one.kept).reshape(-1, num_kept)
+    wanted = {"kept": num_kept, "likely": num_likely, "sampler_likely_logprobs": num_likely}
+    for name, num_places in wanted.items():
+        if num_places:
+            columns[name] = _places(completions, name, num_places)
     return TokenRows(
         rows=np.asarray(rows, dtype=np.int64),
         lengths=np.array([len(values) for values in ids], dtype=np.int64),
@@ -74,6 +72,20 @@ def expert_rows(
         lengths=np.array([len(experts) for experts in given], dtype=np.int64),
         columns={EXPERTS: np.concatenate([not_given(0, width), *given])},
     )
+
+
+def _places(
+    completions: Sequence[Completion], name: str, num_places: int
+) -> Shaped[np.ndarray, "tokens places"]:
+    """A field of ``PLACES``, of one response after the other."""
+    typecode, free = PLACES[name]
+    parts = [np.empty((0, num_places), typecode)]
+    for one in completions:
+        values = getattr(one, name)
+        shape = (len(one.token_ids), num_places)
+        is_free = values is None
+        parts.append(np.full(shape, free, typecode) if is_free else np.reshape(values, shape))
+    return np.concatenate(parts)
 
 
 def token_versions(completions: Sequence[Completion]) -> Int[np.ndarray, " tokens"]:

@@ -14,10 +14,10 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from megatron_rl.engine.logits_processors import ChangedRows, ChangedSlots, truncate_
-from megatron_rl.engine.request_tracking import kept_tokens
+from megatron_rl.engine.request_tracking import kept_tokens, with_places
 from megatron_rl.engine.requests import check_request
 from megatron_rl.engine.sampling import NOT_ANNEALED, sampling_values, vllm_sampling
-from megatron_rl.types import Prompt, Sampling
+from megatron_rl.types import Completion, Prompt, Sampling
 from tests.numerics.rollout_models import engine_config
 from tests.unit.engine.test_annealed import ANNEALING, CPU, at, context, states_of_four
 
@@ -139,6 +139,20 @@ LOGPROBS = np.array([[0.0, 0.0, -INF, -INF], [HALF, HALF, HALF, -INF]])
 
 def test_kept_tokens_by_hand() -> None:
     assert kept_tokens(IDS, LOGPROBS, "p").tolist() == [[7, -1, -1], [7, 3, -1]]
+
+
+def test_most_likely_tokens_by_hand() -> None:
+    """Of an engine: the sampled token, then the most likely ones, one more than is wanted. Of a
+    server: no token twice, the sampled one first. Token 9 is none of the two, token 3 is."""
+    of_engine = np.array([[9, 7, 3, 5], [3, 7, 3, 5]], dtype=np.int32)
+    of_server = np.array([[9, 9, 7, 3], [3, 3, 7, 5]], dtype=np.int32)
+    logprob = {7: -0.5, 3: -1.0, 5: -2.0, 9: -3.0}
+    assert sampling_values(Sampling(1, 8, num_likely=2), 3, ())["logprobs"] == 3
+    for ids in (of_engine, of_server):
+        drawn = Completion(ids[:, 0].tolist(), (-3.0, -1.0), False, 0)
+        found = with_places(drawn, ids, np.vectorize(logprob.get)(ids), 2, "p")
+        assert list(found.likely or ()) == [7, 3, 7, 3] and found.kept is None
+        assert list(found.sampler_likely_logprobs or ()) == [-0.5, -1.0, -0.5, -1.0]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,9 @@ def token_batch(
         token_columns={
             "entropy": (1 + 0.1 * noise[3].abs()).to(dtype),
             "topk_logprobs": -others[:, :3].sort(1).values.to(dtype),
+            # Three tokens of at most a third each.
+            "likely_logprobs": -1.1 - others[:, :3].to(dtype),
+            "sampler_likely_logprobs": -1.1 - others[:, 1:].to(dtype),
             "is_argmax": others[:, 3] > 0.5,
             "masked_logprobs": (old - 3 * others[:, 1]).to(dtype).requires_grad_(),
             "nucleus_entropy": others[:, 0].to(dtype),

@@ -42,6 +42,7 @@ NAMED = {
     "clip_cov": Choice(aggregate="token", token="clip_cov"),
     "kl_cov": Choice(aggregate="token", token="kl_cov"),
     "ipo": Choice("centered", aggregate="token", token="ipo"),
+    "score_centered": Choice("centered", aggregate="token", token="score_centered"),
     "reinforce_pp": Choice("whitened", aggregate="token"),
     "opo": Choice("opo", aggregate="token"),
     "gpg": Choice("gpg", loss="reinforce", aggregate="token"),

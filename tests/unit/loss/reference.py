@@ -312,9 +312,7 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
                 before = tokens.new[:at]
                 value = token_reference.covariant(choice.token, ratio, advantage, before, place)
             if choice.token in token_reference.AROUND_SAMPLER:
-                value = token_reference.around_sampler(
-                    choice.token, advantage, new, tokens.sampler[at][place]
-                )
+                value = token_reference.around_sampler(choice.token, advantage, tokens, at, place)
             if row.given and choice.token in token_reference.GIVEN:
                 value = token_reference.of_given(choice.token, advantage, new, past, frozen)
             if choice.token == "papo":
@@ -337,6 +335,8 @@ class Tokens:
     nucleus: list[list[float]]
     masked: list[list[float]]
     sampler: list[list[float]]
+    likely: list[list[list[float]]]
+    sampler_likely: list[list[list[float]]]
 
     @property
     def moved(self) -> list[float]:

@@ -64,6 +64,7 @@ def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Toke
     values = [batch.logprobs, batch.old_logprobs, batch.ref_logprobs]
     values += [batch.token_columns[name] for name in names]
     values.append(batch.sampler_logprobs)
+    values += [batch.token_columns[f"{whose}likely_logprobs"] for whose in ("", "sampler_")]
     return reference.Tokens(*[per_response(each, rows) for each in values])
 
 

@@ -1,7 +1,8 @@
-"""Trust regions around the sampler: values and d loss / d logprob by hand, in float64."""
+"""Losses that read the sampler: values and d loss / d logprob by hand, in float64."""
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,13 @@ from torch import Tensor
 from megatron_rl.loss.per_token import sampler_losses as losses
 from megatron_rl.loss.per_token.response_losses import Clipped
 from tests.unit.loss.groups import same, vector
+
+SIZE = 128  # tokens of the vocabulary
+WEIGHTS: tuple[dict[str, Any], ...] = (
+    {"weight": "none"},
+    {"weight": "tis", "cap": 1.2},
+    {"weight": "icepop", "cap": 1.3},
+)
 
 
 def check(
@@ -114,3 +122,77 @@ def test_a_ratio_outside_does_not_overflow() -> None:
         found.sum().backward()
         assert found.tolist() == [0]
         assert log_ratio.grad is not None and log_ratio.grad.tolist() == [0]
+
+
+def test_score_centered_by_hand() -> None:
+    """p = 1/4 and q = 1/2 of a head of one token, a free place beside it: alpha = 1/2 / 3/4 = 2/3,
+    c = 1/2 - 2/3 1/4 = 1/3. With A = 2 the loss is -2 (1 - 1/3) log(1/4). TIS with cap 1.2:
+    w = 1/2, f(1 / alpha) = 1.2, c = 1/4 - 1.2 2/3 1/4 = 1/20, the loss -2 (1/2 - 1/20) log(1/4)."""
+    p, q = vector(math.log(0.25)), vector(math.log(0.5))
+    heads = (torch.stack([p, p], 1), torch.stack([q, vector(-math.inf)], 1))
+    loss = losses.score_centered(p, p - q, vector(2), *heads, weight="none")
+    same(loss, -4 / 3 * math.log(0.25))
+    loss = losses.score_centered(p, p - q, vector(2), *heads, weight="tis", cap=1.2)
+    same(loss, -0.9 * math.log(0.25))
+
+
+def plain_weight(log_ratio: Tensor, weight: str, cap: float = 0) -> Tensor:
+    """f of the ratio."""
+    ratio = log_ratio.exp()
+    if weight == "icepop":
+        return ratio * ((ratio <= cap) & (ratio >= 1 / cap))
+    return torch.ones_like(ratio) if weight == "none" else ratio.clamp(max=cap)
+
+
+def mean_gradient(
+    weight: dict[str, Any], num_head: int, tail: float | None = None, by_token: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d E_q[loss] / d logits over all sampled tokens at one prefix, the logprobs p and q.
+
+    ``tail``: outside the head q is proportional to p, with this mass.
+    """
+    draw = torch.Generator().manual_seed(3)
+    logits = torch.randn(SIZE, generator=draw, dtype=torch.float64).requires_grad_()
+    p = logits.log_softmax(0)
+    noise = 0.5 * torch.randn(SIZE, generator=draw, dtype=torch.float64)
+    q = (p.detach() + noise).log_softmax(0)
+    order = q.argsort(descending=True)
+    ids = order[:num_head]
+    if tail is not None:
+        rest = order[num_head:]
+        q = q.clone()
+        q[ids] = q[ids].log_softmax(0) + math.log(1 - tail)
+        q[rest] = p.detach()[rest].log_softmax(0) + math.log(tail)
+    every = p.expand(SIZE, SIZE)
+    advantages = torch.ones(SIZE, dtype=torch.float64)
+    if by_token:
+        advantages = torch.randn(SIZE, generator=draw, dtype=torch.float64)
+    loss = losses.score_centered(
+        p, p - q, advantages, every[:, ids], q.expand(SIZE, SIZE)[:, ids], **weight
+    )
+    (gradient,) = torch.autograd.grad((q.exp() * loss).sum(), logits)
+    if by_token:  # -Cov_q(A, w s), s = e_a - p
+        s = torch.eye(SIZE, dtype=torch.float64) - p.detach().exp()
+        ws = plain_weight(p.detach() - q, **weight)[:, None] * s
+        centered = ws - (q.exp()[:, None] * ws).sum(0)
+        gradient = gradient + ((q.exp() * advantages)[:, None] * centered).sum(0)
+    return gradient, p, q
+
+
+def test_the_whole_vocabulary_centers_exactly() -> None:
+    """With A constant the expected gradient is 0, else the covariance with the weighted score."""
+    for weight in WEIGHTS:
+        for by_token in (False, True):
+            gradient = mean_gradient(weight, SIZE, by_token=by_token)[0]
+            assert gradient.abs().max() < 1e-14
+
+
+def test_a_head_centers_a_tail_like_the_policys() -> None:
+    """Exactly where the sampler's tail is alpha p; elsewhere less than without a correction."""
+    for weight in WEIGHTS:
+        assert mean_gradient(weight, 16, tail=0.2)[0].abs().max() < 1e-14
+        gradient, p, q = mean_gradient(weight, 64)
+        score = torch.eye(SIZE, dtype=torch.float64) - p.detach().exp()
+        own = plain_weight(p.detach() - q, **weight)
+        plain = ((q.exp() * own)[:, None] * score).sum(0)
+        assert 1e-6 < gradient.norm() < 0.9 * plain.norm()

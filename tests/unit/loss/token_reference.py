@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests.unit.loss.plain import average, quantile
 
 if TYPE_CHECKING:
-    from tests.unit.loss.reference import Row
+    from tests.unit.loss.reference import Row, Tokens
 
 
 def advantage(
@@ -99,11 +99,15 @@ def covariant(
     return -ratio * advantage + (abs(math.log(ratio)) if place in CHOSEN else 0.0)
 
 
-AROUND_SAMPLER = ("dppo tv", "dppo kl", "ipo")
+AROUND_SAMPLER = ("dppo tv", "dppo kl", "ipo", "score_centered")
 
 
-def around_sampler(name: str, advantage: float, new: float, sampler: float) -> float:
-    """What is minimized at a token; nothing where it is too far from the sampler."""
+def around_sampler(name: str, advantage: float, tokens: Tokens, at: int, place: int) -> float:
+    """What is minimized at a token of row ``at``; nothing where it is too far from the sampler."""
+    new, sampler = tokens.new[at][place], tokens.sampler[at][place]
+    if name == "score_centered":
+        likely = (tokens.likely[at][place], tokens.sampler_likely[at][place])
+        return score_centered(advantage, new, sampler, *likely)
     p, q = math.exp(new), math.exp(sampler)
     if name == "ipo" and not -0.3 <= p - q <= 0.3:
         return 0.0
@@ -114,6 +118,19 @@ def around_sampler(name: str, advantage: float, new: float, sampler: float) -> f
     if name == "dppo kl" and away and kl > 0.05:
         return 0.0
     return -p / q * advantage
+
+
+def score_centered(
+    advantage: float, new: float, sampler: float, likely: list[float], sampler_likely: list[float]
+) -> float:
+    """What is minimized at a token, with the weights of TIS at cap 2."""
+    rest = 1 - sum(map(math.exp, likely))
+    alpha = (1 - sum(map(math.exp, sampler_likely))) / rest
+    center = 0.0
+    for one, other in zip(likely, sampler_likely, strict=True):
+        p, q = math.exp(one), math.exp(other)
+        center += (q * min(p / q, 2) - alpha * min(1 / alpha, 2) * p) * one
+    return -advantage * (min(math.exp(new - sampler), 2) * new - center)
 
 
 def gmpo(advantage: float, new: list[float], old: list[float]) -> float:

@@ -1,5 +1,7 @@
 """What an environment appends is marked as not sampled."""
 
+import math
+
 import numpy as np
 
 from megatron_rl.rollouts.environment import APPENDED, SingleTurn, appended
@@ -30,3 +32,10 @@ def test_what_was_not_drawn_has_no_experts_yet() -> None:
     drawn = Completion((9, 2), (-0.5, -0.25), False, 4, experts=experts)
     found = appended(drawn, (7, 8)).experts
     assert found is not None and found[:, 0].tolist() == [1, 2, 255, 255, 255]
+
+
+def test_what_was_not_drawn_has_no_likely_tokens() -> None:
+    drawn = Completion((9,), (-0.5,), False, 4, likely=(9, 3), sampler_likely_logprobs=(-0.5, -1.0))
+    found = appended(drawn, (7,))
+    assert list(found.likely or ()) == [9, 3, -1, -1]
+    assert list(found.sampler_likely_logprobs or ()) == [-0.5, -1.0, -math.inf, -math.inf]

@@ -1,0 +1,50 @@
+"""How hidden states become a distribution over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Entropy = Literal["none", "value", "grad"]  # "value": without gradient
+
+
+@dataclass(frozen=True)
+class Head:
+    """How states become a distribution, and what is wanted of it beside logprobs.
+
+    Attributes:
+        temperature: divides the logits: one, or that of each token.
+        vocab_size: rows of the output layer from here on are padding.
+        chunk_tokens: tokens whose logits are in memory at a time.
+        group: ranks that have blocks of the output layer's rows, in rank order; None: one block.
+        top_k: how many of the most likely tokens are wanted; 0: none.
+        kept: the only ids that have a probability, -1 in free places, in the place of each token;
+            a row of -1 keeps the whole vocabulary, as None does for all.
+        likely: ids whose logprobs are wanted, -1 in free places; with them ``top_k`` finds none.
+    """
+
+    temperature: float | Float[Tensor, " t"]
+    vocab_size: int
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+    entropy: Entropy = "none"
+    top_k: int = 0
+    kept: Int[Tensor, "t num_kept"] | None = None
+    likely: Int[Tensor, "t num_likely"] | None = None
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens beside the target whose logprobs are wanted."""
+        return self.top_k if self.likely is None else self.likely.shape[1]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def divisor(self, rows: slice) -> float | Float[Tensor, " rows"]:
+        """What divides the logits of the tokens ``rows``."""
+        return self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
