@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
 
 REPLAYS = ("none", "old_policy", "rollout")
 SETTINGS = (
@@ -57,7 +58,7 @@ def rows_of(folder: Path, replay: str, seed: int, num_steps: int) -> list[dict]:
         words = overrides(folder, run_dir, *more, f"trainer.num_steps={num_steps}")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node=2", "-m", "megatron_rl.train", "--plugin", __file__]
-        subprocess.run([*command, *words], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, *words], cwd=REPO, check=True, stdout=subprocess.DEVNULL)
     return [row for row in rows(run_dir) if GAP in row][:num_steps]
 
 
@@ -78,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=lambda text: Path(text).resolve())
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
