@@ -54,19 +54,22 @@ def run(options: argparse.Namespace) -> None:
     # Deferred until the configuration is valid: the policy's libraries take seconds more.
     from megatron_rl.models import FAMILIES
     from megatron_rl.policy.hardware import this_machine
+    from megatron_rl.run.hub import fetch_weights, with_model
 
+    config = with_model(config, world)
     check(config, world.size, this_machine(), FAMILIES)
+    from megatron_rl.planning.at_start import check_memory
     from megatron_rl.run.start import STACKS, finished_already, with_date
 
+    check_memory(config, world)  # before gigabytes are downloaded for a model that does not fit
+    fetch_weights(config, world)
     config = with_date(config, world)
     world.watch(config.trainer.stall_limit_s, Path(config.run_dir) / STACKS)
     if finished_already(config, world):
         return
-    from megatron_rl.planning.at_start import check_memory
     from megatron_rl.runtime.display import Display
     from megatron_rl.trainer.build import build_trainer
 
-    check_memory(config, world)
     build_trainer(config, world, Display(shown=world.is_main)).run()
 
 

@@ -18,6 +18,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # torch asks the name service for the name of each peer of a store, also of this machine. One answer
 # that is lost costs five seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# No test asks the network for a model.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Bytecode is kept, whatever the environment says: some hundred processes import the package, and to
 # compile it costs each more than a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

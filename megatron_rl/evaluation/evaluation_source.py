@@ -20,6 +20,7 @@ from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.models import read_architecture
 from megatron_rl.models.parameter_map import hf_names
+from megatron_rl.run.hub import local_folder
 from megatron_rl.run.run_record import RUNTIME, Difference, model_fingerprint
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS, engine_of_machine, is_run, values_of_run
 from megatron_rl.runtime.digest import file_digest
@@ -142,7 +143,8 @@ def find_evaluation(
         chosen = [] if "rollout" in keys else [f"rollout={engine_of_machine()}"]
         values = compose(root.config_name, [*chosen, *overrides], root.config_dir)
         values["data"].setdefault("train", [])
-        model = Path(_valid(values).model.path)
+        model = Path(local_folder(_valid(values).model.path))
+        values["model"]["path"] = str(model)
         return Evaluation(values, (Weights(0, model),), out or _DEFAULT_OUT)
     run = Path(runs[0])
     if root != _OWN_ROOT:

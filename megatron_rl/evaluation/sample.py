@@ -23,6 +23,7 @@ from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.post_rollout import grouped
 from megatron_rl.rollouts.rows.experience import Groups, Response
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
+from megatron_rl.run.hub import local_folder
 from megatron_rl.run.start import CHECKPOINTS, engine_of_machine, is_run, read_config, values_of_run
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -42,7 +43,8 @@ class NoReward:
 
 
 def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evaluation:
-    """The weights and the settings that belong to ``path``: a HF directory, a run or a checkpoint.
+    """The weights and the settings that belong to ``path``: a HF directory, the name of one on the
+    hub, a run or a checkpoint.
 
     Of a run its newest whole checkpoint, else its export. The engine spans all ``world_size``
     processes.
@@ -50,6 +52,7 @@ def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evalua
     Raises:
         ValueError: ``path`` is none of them, or the overrides do not fit the settings.
     """
+    path = Path(local_folder(str(path)))
     if not path.is_dir():
         raise ValueError(
             f"{path}: no such folder; give a HF directory, the folder of a run, or a checkpoint"

@@ -63,7 +63,7 @@ NOT_SUPPORTED = (
     ),
     (
         r"hub|push_to_hub|hub_model_id",
-        "the model hub is not supported: model.path and <run_dir>/export are local folders",
+        "a push to the hub is not supported: <run_dir>/export is a local folder",
     ),
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,10 +85,7 @@ def _without_the_model(config: Config, world_size: int) -> Iterator[str]:
     model = Path(config.model.path)
     if not model.is_dir():
         what = "not a folder" if model.exists() else "no such folder"
-        # Neither ./x nor /x: the name of a model on the hub has one slash.
-        of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model))
-        fetched = f" (nothing is downloaded here: hf download {model} --local-dir DIRECTORY)"
-        yield f"model.path = {model}: {what}; give a HF directory{fetched if of_hub else ''}"
+        yield f"model.path = {model}: {what}; give a HF directory, or OWNER/NAME of the hub"
     elif not (model / "config.json").is_file():
         yield f"model.path = {model}: no config.json in it; give a HF directory"
     yield from data_problems("data.eval", config.data.eval)

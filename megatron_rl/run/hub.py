@@ -1,0 +1,172 @@
+"""Models of the Hugging Face hub: a name becomes a local folder, of one commit in a whole run."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+from megatron_rl.config.schema import Config
+from megatron_rl.errors import first_line
+from megatron_rl.reporting.comparison.runs import CONFIG
+from megatron_rl.run.run_record import read_record
+from megatron_rl.runtime.launch import World
+
+# One slash, no ./ and no /: the name of a model; behind @ a branch, a tag or a commit.
+_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>\w+)$")
+# What the checks of the start and the tokenizer read; then the weights.
+_DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
+_ALL = (*_DESCRIPTION, "*.safetensors")
+logger = logging.getLogger(__name__)
+
+
+def with_model(config: Config, world: World) -> Config:
+    """Collective: ``config`` with the local folder of a model that ``model.path`` names on the hub.
+
+    Everything but the weights is there then, so that the start-up checks come before they are
+    downloaded. A run that resumes has the commit that it began with, unless a revision is given.
+
+    Raises:
+        ValueError: the hub does not give it.
+    """
+    path = config.model.path
+    named = _named(path)
+    if named is None:
+        return config
+    revision = named["revision"]
+
+    def first() -> str:
+        """The commit is looked up once: a branch may move while ranks ask for it."""
+        pinned = revision or _commit_of_run(Path(config.run_dir), named["repo"])
+        return _fetched(path, named["repo"], pinned, _DESCRIPTION)
+
+    folder = world.from_main(first)
+    model = config.model.model_copy(update={"path": folder})
+    config = config.model_copy(update={"model": model})
+    _on_each_machine(config, world, _DESCRIPTION)
+    logger.info("model.path = %s: commit %s", path, Path(folder).name)
+    return config
+
+
+def local_folder(path: str) -> str:
+    """``path``, or the folder of the model that it names on the hub, downloaded where it is not
+    there. Raises ValueError as ``with_model``."""
+    named = _named(path)
+    return _fetched(path, named["repo"], named["revision"], _ALL) if named else path
+
+
+def fetch_weights(config: Config, world: World) -> None:
+    """Collective: downloads what of a model of the hub is not there yet, once on each machine.
+
+    Raises:
+        ValueError: the hub does not give it.
+    """
+    _on_each_machine(config, world, _ALL)
+
+
+def _named(path: str) -> re.Match[str] | None:
+    """A local folder comes first."""
+    return None if Path(path).exists() else _NAME.fullmatch(path)
+
+
+def _on_each_machine(config: Config, world: World, patterns: Sequence[str]) -> None:
+    """The first rank of a machine downloads, the others wait."""
+    snapshot = _SNAPSHOT.search(config.model.path)
+    if snapshot is None:
+        return
+    repo = f"{snapshot['owner']}/{snapshot['name']}"
+    problem: ValueError | None = None
+    if world.local_rank == 0:
+        try:
+            with nullcontext() if world.is_main else _Quiet():
+                folder = _fetched(repo, repo, snapshot["commit"], patterns)
+            if folder != config.model.path:
+                problem = ValueError(
+                    f"model.path = {repo}: this machine keeps it in {folder}, the first one in"
+                    f" {config.model.path}; set HF_HOME to the same folder on all machines"
+                )
+        except ValueError as error:
+            problem = error
+    for found in world.all_gather(problem):
+        if found is not None:
+            raise found
+
+
+class _Quiet:
+    """Without progress bars: those of the first machine are shown."""
+
+    def __enter__(self) -> None:
+        disable_progress_bars()
+
+    def __exit__(self, *_: object) -> None:
+        enable_progress_bars()
+
+
+def _commit_of_run(run_dir: Path, repo: str) -> str | None:
+    """The commit that a run of this folder began with, if it is of ``repo``."""
+    record = read_record(run_dir / CONFIG) or {}
+    snapshot = _SNAPSHOT.search(record.get("model", {}).get("path", ""))
+    if snapshot and f"{snapshot['owner']}/{snapshot['name']}" == repo:
+        return snapshot["commit"]
+    return None
+
+
+def _check_digests(folder: Path, before: Collection[str]) -> None:
+    """The hub names a large file in its cache by its SHA-256; the library does not compare it.
+
+    Args:
+        folder: of a commit.
+        before: names in the cache that were compared when they came.
+
+    Raises:
+        OSError: a file is not what the hub has; it is removed.
+    """
+    for file in folder.iterdir():
+        blob = file.resolve()
+        if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name not in before:
+            with blob.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest != blob.name:
+                file.unlink()
+                blob.unlink()
+                raise OSError(f"{file.name} has other bytes than on the hub")
+
+
+def _fetched(path: str, repo: str, revision: str | None, patterns: Sequence[str]) -> str:
+    """The folder of a commit, with the files of ``patterns``; from the cache where they are there.
+
+    Raises:
+        ValueError: what is wrong, and what to do about it.
+    """
+    blobs = Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "blobs")
+    before = {blob.name for blob in blobs.glob("*")}
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+        _check_digests(folder, before)
+        return str(folder)
+    except GatedRepoError:
+        problem = "the hub asks for an agreement; accept it there, and set HF_TOKEN"
+    except RevisionNotFoundError:
+        problem = f"the hub has no revision {revision} of it; give a branch, a tag or a commit"
+    except RepositoryNotFoundError:
+        problem = "neither a local folder nor a model of the hub; correct it, or set HF_TOKEN for"
+        problem += " one that is private"
+    except LocalEntryNotFoundError as error:
+        problem = f"not in the cache (HF_HOME), and the hub does not answer ({first_line(error)});"
+        problem += f" on a machine that reaches it: hf download {repo}"
+    except Exception as error:  # noqa: BLE001 (of the library, of its HTTP client, and Python's)
+        problem = f"the download failed ({first_line(error)}); start again: what is there is kept"
+    raise ValueError(f"model.path = {path}: {problem}")
