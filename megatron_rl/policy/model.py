@@ -26,6 +26,7 @@ from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConf
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.policy.activations import selective_modules
+from megatron_rl.policy.adapters import add_adapters
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.passes.attention import PackedAttention, RMSNorm
 from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
@@ -295,6 +296,8 @@ def build_chunks(
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())
         mark_experts(model)
+        if arch.adapter_slots:
+            add_adapters(model, arch, settings.lora.scale)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
         if hasattr(model, "visual"):
             set_tower_angles(model.visual)
