@@ -160,6 +160,7 @@ def add_adapters(model: Any, arch: Architecture, scale: float) -> None:
 
 def _add(layer: Any, slot: Slot, slots: Sequence[Slot], arch: Architecture, scale: float) -> None:
     linear = layer.get_submodule(slot.megatron.removesuffix(".weight"))
+    assert not hasattr(linear, "layer_norm_weight"), f"{slot.megatron}: its inputs are not normed"
     group = layer.pg_collection.tp
     size = group.size()
     host = Host(
