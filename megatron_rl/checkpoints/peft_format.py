@@ -27,6 +27,9 @@ PREFIX = "base_model.model."  # of peft's wrappers, before the HF name
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others alter W
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
@@ -72,11 +75,11 @@ def check(path: Path, arch: Architecture, lora: LoraConfig) -> None:
             f"{where}/{CONFIG}: {'; '.join(problems)}; set model.lora to what the file says, or"
             " give other adapters"
         )
-    shapes = adapter_shapes(arch)
+    shapes = {PREFIX + name: shape for name, shape in adapter_shapes(arch).items()}
     with open_tensors(path / WEIGHTS) as file:
-        there = {name.removeprefix(PREFIX): name for name in set(file.keys())}
-        missing = sorted(shapes.keys() - there.keys())
-        unknown = sorted(there.keys() - shapes.keys())
+        there = set(file.keys())
+        missing = sorted(shapes.keys() - there)
+        unknown = sorted(there - shapes.keys())
         if missing or unknown:
             raise ValueError(
                 f"{where} does not fit model.lora.targets = {list(lora.targets)}: {len(missing)}"
@@ -84,7 +87,7 @@ def check(path: Path, arch: Architecture, lora: LoraConfig) -> None:
                 f" {unknown[:MAX_NAMES_SHOWN]}; set the targets to those of the file"
             )
         for name, shape in shapes.items():
-            values = file.get_tensor(there[name])
+            values = file.get_tensor(name)
             if tuple(values.shape) != shape or not values.isfinite().all():
                 raise ValueError(
                     f"{where}: {name} has shape {tuple(values.shape)} where the model needs"

@@ -46,14 +46,12 @@ class Host:
 
     Attributes:
         kind: how its projections lie in it.
-        head_dim: rows of a key or value head.
         num_groups: query groups of this rank.
         group: tensor ranks.
         sequence_parallel: whether these share the tokens between layers.
     """
 
     kind: Kind
-    head_dim: int
     num_groups: int
     group: Any
     sequence_parallel: bool
@@ -163,13 +161,7 @@ def _add(layer: Any, slot: Slot, slots: Sequence[Slot], arch: Architecture, scal
     assert not hasattr(linear, "layer_norm_weight"), f"{slot.megatron}: its inputs are not normed"
     group = layer.pg_collection.tp
     size = group.size()
-    host = Host(
-        slot.kind,
-        arch.head_dim,
-        arch.num_kv_heads // size,
-        group,
-        layer.config.sequence_parallel,
-    )
+    host = Host(slot.kind, arch.num_kv_heads // size, group, layer.config.sequence_parallel)
     sizes = [local_shape(Parameter(each, each.hf), arch, 0, size) for each in slots]
     adapter = Adapter(slots, sizes, host, scale).to(linear.weight)
     owner, _, name = adapter_module(slot.megatron).rpartition(".")

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.checkpoints import peft_format
+from megatron_rl.models import read_architecture
+from megatron_rl.models.adapters import with_adapters
 from tests import zoo
-from tests.numerics.adapters_worker import Case, compare, other_base, reference
+from tests.numerics.adapters_worker import LORA, Case, compare, other_base, reference
 from tests.numerics.policy_reference import sequences
 from tests.numerics.small_policy import OVERLAPPED
 from tests.ranks import call
@@ -71,10 +74,15 @@ def test_checkpoint_of_another_base_is_refused(hf_models: Path, tmp_path: Path) 
     call(1, other_base, hf_models / "llama", other, tmp_path / "step_000001")
 
 
-def test_peft_reads_what_is_written(tmp_path: Path) -> None:
-    """Where peft is installed: its model with the folder has the logits of the definition."""
+def test_peft_reads_what_is_written(hf_models: Path, tmp_path: Path) -> None:
+    """Where peft is installed: its model with the folder has the logits of the definition, and the
+    folder that it saves in turn is taken."""
     peft = pytest.importorskip("peft")
     wanted = reference(Case("peft"), tmp_path / "adapter")
     model = peft.PeftModel.from_pretrained(zoo.tiny_model("llama"), tmp_path / "adapter")
     for tokens, logits in zip(sequences(wanted["batch"]), wanted["logits"], strict=True):
         assert (model(tokens[None]).logits[0] - logits).abs().max() <= NATS
+    model.save_pretrained(tmp_path / "again")
+    config = zoo.model_config(hf_models / "llama", lora=LORA)
+    arch = with_adapters(read_architecture(hf_models / "llama")[0], config.lora)
+    peft_format.check(tmp_path / "again", arch, config.lora)

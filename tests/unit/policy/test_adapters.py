@@ -47,7 +47,7 @@ def adapter(kind: Any, numbers: dict[str, list[float]], scale: float, groups: in
     for name in numbers:
         slots += [Slot(f"m.{name}_a", "whole", ()), Slot(f"m.{name}_b", "rows", ())]
     sizes = [size for values in numbers.values() for size in ((1, 1), (len(values), 1))]
-    made = Adapter(slots, sizes, Host(kind, 1, groups, None, False), scale)
+    made = Adapter(slots, sizes, Host(kind, groups, None, False), scale)
     with torch.no_grad():
         for (a, b), values in zip(made.pairs, numbers.values(), strict=True):
             a.fill_(1.0)
@@ -151,6 +151,7 @@ def changed_tensor(folder: Path, values: Callable[[torch.Tensor], torch.Tensor |
         (changed_config(use_rslora=True), "use_rslora is True, not False"),
         (changed_config(use_dora=True), "use_dora is True, which is not implemented"),
         (changed_config(modules_to_save=["lm_head"]), "modules_to_save"),
+        (changed_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (partial(changed_tensor, values=lambda x: None), "1 adapters are missing"),
         (partial(changed_tensor, values=lambda x: x * torch.nan), "not finite"),
         (partial(changed_tensor, values=lambda x: x[:1]), r"has shape \(1, 96\)"),
