@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from megatron_rl.passes import TokenScores
 
 if TYPE_CHECKING:
-    from megatron_rl.config.schema import Config
+    from megatron_rl.config.schema import Config, ModelConfig
     from megatron_rl.policy.megatron_policy import MegatronPolicy
 
 SMALL: dict[str, Any] = dict(
@@ -191,6 +191,16 @@ def configured_policy(run: Config, tokens: int = 128, **settings: Any) -> Megatr
     return MegatronPolicy(run.model, run.parallel, run.precision, run.optim, chosen)
 
 
+def model_config(path: Path, **given: Any) -> ModelConfig:
+    """The section of a model, with its defaults where nothing else is ``given``."""
+    from megatron_rl.config.load import compose, validate
+    from megatron_rl.config.schema import ModelConfig
+
+    fields = compose("model/hf")
+    lora = fields["lora"] | given.pop("lora", {})
+    return validate(ModelConfig, fields | {"path": str(path), "lora": lora} | given, "test")
+
+
 def build_policy(
     path: Path,
     layout: dict[str, Any],
@@ -198,19 +208,20 @@ def build_policy(
     *,
     make_vocab_divisible_by: int = 64,
     freeze_vision: bool = False,
+    lora: dict[str, Any] | None = None,
     **settings: Any,
 ) -> MegatronPolicy:
     """The policy of a HF directory; ``layout``: what differs from one rank. ``settings`` may hold
-    an ``optim``; the rest is of PolicySettings."""
+    an ``optim``; the rest is of PolicySettings. ``lora``: what of its section is given."""
     from types import SimpleNamespace
 
-    from megatron_rl.config.schema import ModelConfig
     from tests.numerics.policy_cases import optim, parallel, precision
 
-    model = ModelConfig(
-        path=str(path),
+    model = model_config(
+        path,
         make_vocab_divisible_by=make_vocab_divisible_by,
         freeze_vision=freeze_vision,
+        lora=lora or {},
     )
     run: Any = SimpleNamespace(
         model=model,

@@ -10,8 +10,9 @@ A distributed checkpoint suits every parallel layout, so none is asked for. Numb
 The printed digest is that of the HF tensors: equal digests, equal weights. ``to-hf`` needs the
 model's config.json and tokenizer files, which ``to-megatron`` and ``to-nemo`` leave in
 CHECKPOINT/hf. It also takes a training checkpoint (run_dir/checkpoints/step_NNNNNN; its optimizer
-is left out), which has none: there ``--config`` names the model that the run started from. A NeMo 2
-checkpoint has weights/ and context/; NeMo itself is needed for neither direction.
+is left out), which has none: there ``--config`` names the model that the run started from, whose
+weights get the adapters of a checkpoint of adapters. A NeMo 2 checkpoint has weights/ and context/;
+NeMo itself is needed for neither direction.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.checkpoints import directory, megatron_format
+from megatron_rl.checkpoints import adapter_checkpoint, directory, megatron_format
 from megatron_rl.checkpoints.hf import HfDirectory, ShardWriter, copy_companions, write_config
 from megatron_rl.config.model_config import format_name
 from megatron_rl.errors import concerning
@@ -129,7 +130,9 @@ def to_hf(
     writer = ShardWriter(partial, max_file_bytes)
     digests: dict[str, str] = {}
     formats: set[str] = set()
-    stored = megatron_format.read_hf(source, arch, writer.make_room, allow_pickle=allow_pickle)
+    stored = adapter_checkpoint.read_hf(
+        source, config, arch, writer.make_room, allow_pickle=allow_pickle
+    )
     for name, tensor in stored:
         digests[name] = tensor_digest(tensor)
         formats.add(format_name(tensor.dtype))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_rl.config.load import compose
+from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
@@ -40,7 +40,7 @@ def main() -> None:
 def push(options: argparse.Namespace) -> None:
     world = launch.start()
     policy = MegatronPolicy(
-        ModelConfig(path=str(options.model), make_vocab_divisible_by=128, freeze_vision=False),
+        validate(ModelConfig, compose("model/hf") | {"path": str(options.model)}, "--model"),
         ParallelConfig(**compose("parallel/single") | {"tensor": options.tensor}),
         PrecisionConfig(**compose("precision/bf16") | {"params": options.params}),
         OptimConfig(**compose("optim/adam")),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.model_config import ITEM_BYTES
+from megatron_rl.config.schema import ModelConfig
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import local_shape, model_parameters, padded_vocab
 
@@ -30,21 +31,29 @@ def describe(
     *,
     distributed_optimizer: bool,
     reference: bool,
-    freeze_vision: bool = False,
+    model: ModelConfig,
+    base_digest: str | None = None,
 ) -> dict[str, Any]:
     """What must agree between the run that writes a checkpoint and the run that reads it.
 
     Args:
         params: number format of the weights, "float32" or "bfloat16".
         reference: whether the weights of the start are kept for a KL term.
+        base_digest: of the weights that adapters are trained beside; None: there are no adapters,
+            or it is not known yet.
     """
+    lora = None
+    if model.lora.rank is not None:
+        lora = model.lora.model_dump(mode="json", exclude={"path"})
     sizes = {name: getattr(arch, name) for name in SIZES}
     return {
         "format": FORMAT,
         "model": {"family": arch.family, "tied_embeddings": arch.tied_embeddings, **sizes},
         "precision.params": params,
         "parallel.distributed_optimizer": distributed_optimizer,
-        "model.freeze_vision": freeze_vision,
+        "model.freeze_vision": model.freeze_vision,
+        "model.lora": lora,
+        "digest of the base": base_digest,
         "reference": reference,
     }
 
@@ -56,7 +65,10 @@ def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, An
         ValueError: they differ; names each difference.
     """
     plain = [key for key in wanted if key not in ("model", "reference", "layout")]
-    pairs = [(key, written[key], wanted[key]) for key in plain]
+    if wanted["digest of the base"] is None and wanted["model.lora"] is not None:
+        plain.remove("digest of the base")  # before the model is read
+    # What was written before there were adapters says nothing of them.
+    pairs = [(key, written.get(key), wanted[key]) for key in plain]
     for key, value in wanted["model"].items():
         pairs.append((f"the model's {key}", written["model"][key], value))
     problems = [
@@ -76,6 +88,13 @@ def num_parameters(arch: Architecture, divisible_by: int) -> int:
     rows = padded_vocab(arch.vocab_size, divisible_by, 1)
     shapes = (local_shape(parameter, arch, rows, 1) for parameter in model_parameters(arch))
     return sum(math.prod(shape) for shape in shapes)
+
+
+def num_saved(arch: Architecture, divisible_by: int) -> int:
+    """Parameters that a checkpoint holds: with adapters these alone."""
+    if not arch.adapter_slots:
+        return num_parameters(arch, divisible_by)
+    return arch.num_layers * sum(math.prod(slot.shape) for slot in arch.adapter_slots)
 
 
 def checkpoint_bytes(

@@ -23,6 +23,7 @@ from pydantic import (
 
 from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.data_names import as_names
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.observability import (
     LoggingConfig,
     MismatchLimits,
@@ -104,6 +105,7 @@ class ModelConfig(Section):
     path: str
     make_vocab_divisible_by: PositiveInt
     freeze_vision: bool
+    lora: LoraConfig
 
 
 class ParallelConfig(Section):
@@ -269,10 +271,7 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """The scoring of responses.
-
-    Whatever reads a response runs in worker processes, within these limits.
-    """
+    """The scoring of responses, in worker processes, within these limits."""
 
     verifier: str
     function: str | None

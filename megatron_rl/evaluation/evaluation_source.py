@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.annealing import AnnealConfig
-from megatron_rl.checkpoints import directory, megatron_format
+from megatron_rl.checkpoints import adapter_checkpoint, directory
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.keys import flat
@@ -91,7 +91,7 @@ class StoredWeights:
         arch, _ = read_architecture(self.model)
         path = self.weights.path
         if self.weights.is_checkpoint:
-            tensors = megatron_format.read_hf(path, arch, lambda _: None)
+            tensors = adapter_checkpoint.read_hf(path, self.model, arch, lambda _: None)
         else:
             stored = HfDirectory(path, arch.prefixes)
             stored.check(arch)

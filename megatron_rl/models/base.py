@@ -33,6 +33,7 @@ class Slot:
     megatron: str
     kind: Kind
     hf: tuple[str, ...]
+    shape: tuple[int, ...] = ()  # whole: of an adapter alone, for other sizes the kind suffices
 
 
 ATTENTION = (
@@ -85,6 +86,7 @@ class Architecture(ModelSizes):
     Attributes:
         mrope_section: how many of a head's angles belong to time, row and column of a position
             (empty: positions are plain numbers).
+        adapter_slots: A and B of the adapters of a layer; empty: all weights are trained.
         prefixes: those that a newer layout of the checkpoint has, and what they are here.
     """
 
@@ -103,6 +105,7 @@ class Architecture(ModelSizes):
     mrope_section: tuple[int, ...] = ()
     vision: Vision | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
+    adapter_slots: tuple[Slot, ...] = ()
 
 
 @dataclass(frozen=True)

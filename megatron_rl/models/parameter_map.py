@@ -42,6 +42,10 @@ class Parameter:
     layer: int | None = None
     expert: int | None = None
 
+    @property
+    def is_adapter(self) -> bool:
+        return bool(self.slot.shape)
+
 
 def padded_vocab(vocab_size: int, divisible_by: int, tensor: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks.
@@ -56,6 +60,12 @@ def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """Parameters of one layer without its experts, in the order of the architecture."""
     prefix = f"model.layers.{layer}."
     return [_parameter(slot, prefix, layer) for slot in arch.layer_slots]
+
+
+def adapter_parameters(arch: Architecture, layer: int) -> list[Parameter]:
+    """The adapters of one layer. They are no parameters of the model: see ``models.adapters``."""
+    prefix = f"model.layers.{layer}."
+    return [_parameter(slot, prefix, layer) for slot in arch.adapter_slots]
 
 
 def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:
@@ -109,6 +119,10 @@ def axis_sizes(
     """
     kind = parameter.slot.kind
     megatron = parameter.slot.megatron
+    if parameter.is_adapter:
+        axis = {"whole": -1, "rows": 0, "columns": 1}[kind]
+        others = list(parameter.slot.shape)
+        return others.pop(max(axis, 0)), tuple(others), axis
     hidden = arch.hidden_size
     ffn = arch.ffn_hidden_size if parameter.expert is None else arch.expert_ffn_hidden_size
     query_rows = arch.num_heads * arch.head_dim

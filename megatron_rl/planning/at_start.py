@@ -13,6 +13,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss import Method
 from megatron_rl.models import read_architecture
+from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.planning import memory
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import workload
@@ -54,16 +55,20 @@ def plan(
     Raises:
         ConfigError: the model cannot be laid out so over ``world_size`` processes.
     """
-    arch, _ = read_architecture(Path(config.model.path))
+    base, _ = read_architecture(Path(config.model.path))
+    arch = with_adapters(base, config.model.lora)
     if impossible := layout_problems(arch, config.parallel, world_size):
         raise ConfigError(impossible, "the layout")
+    if refused := adapter_problems(base, config.model, config.parallel, config.precision):
+        raise ConfigError(refused, "the model")
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     load = workload(
         config,
         world_size,
         work=WorkModel.of(arch),
         fused=fused,
-        keep_reference=signals_of(method, config.seed).needs("ref"),
+        # With adapters the reference is the model without them.
+        keep_reference=signals_of(method, config.seed).needs("ref") and not arch.adapter_slots,
     )
     stages = memory.plan(
         arch, config.parallel, config.precision, config.rollout, load, budget.device_gib

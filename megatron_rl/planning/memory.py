@@ -102,7 +102,7 @@ def plan(
     item_bytes = ITEM_BYTES[precision.params]
     gradient_bytes = FLOAT32_BYTES if precision.grad_reduce_in_float32 else item_bytes
     numbers = partial(stage_counts, arch, parallel, load.make_vocab_divisible_by)
-    trained = numbers(partial(is_trained, freeze_vision=load.freeze_vision))
+    trained = numbers(partial(is_trained, arch=arch, freeze_vision=load.freeze_vision))
     matrices = numbers(is_layer_matrix)
     layers = stage_layers(arch, parallel)
     stages = []
@@ -122,7 +122,9 @@ def plan(
                 # Of what is trained: the rest is the same in the policy.
                 reference=learning.total * item_bytes * load.keep_reference,
                 fp8_copies=_fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
-                checkpoint_copy=_checkpoint_bytes(count, learning, parallel, item_bytes, load),
+                checkpoint_copy=_checkpoint_bytes(
+                    learning if arch.adapter_slots else count, learning, parallel, item_bytes, load
+                ),
                 experts=_held_experts(arch, rollout, engine.kv_cache, load),
             )
         )
@@ -241,7 +243,8 @@ def _logit_bytes(arch: Architecture, parallel: ParallelConfig, stage: int, load:
     # 32-bit ids of the micro-batch; of a chunk two 64-bit copies, and their logits twice.
     kept = load.num_kept * (4 * tokens + 24 * chunk_tokens)
     # Logits are [chunk_tokens, rows of this rank], the gradient [rows of this rank, hidden_size].
-    return kept + FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + arch.hidden_size)
+    gradient_width = 0 if arch.adapter_slots else arch.hidden_size  # a frozen head has none
+    return kept + FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + gradient_width)
 
 
 def _expert_bytes(

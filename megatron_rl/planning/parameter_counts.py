@@ -12,6 +12,7 @@ from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     VISION,
     Parameter,
+    adapter_parameters,
     expert_parameters,
     layer_parameters,
     local_shape,
@@ -38,8 +39,10 @@ def every(_: Parameter) -> bool:
     return True
 
 
-def is_trained(parameter: Parameter, freeze_vision: bool) -> bool:
+def is_trained(parameter: Parameter, arch: Architecture, freeze_vision: bool) -> bool:
     """Whether it has a gradient and an optimizer state."""
+    if arch.adapter_slots:
+        return parameter.is_adapter
     return not (freeze_vision and parameter.slot.megatron.startswith(VISION))
 
 
@@ -66,7 +69,8 @@ def stage_counts(
     tower = _count(vision_parameters(arch), arch, rows, parallel.tensor, which)
     embedding = _count(before, arch, rows, parallel.tensor, which)
     ending = _count(after, arch, rows, parallel.tensor, which)
-    layer = _count(layer_parameters(arch, 0), arch, rows, parallel.tensor, which)
+    of_layer = layer_parameters(arch, 0) + adapter_parameters(arch, 0)
+    layer = _count(of_layer, arch, rows, parallel.tensor, which)
     expert = _expert_count(arch, parallel.expert_tensor, which)
     counts = []
     for stage, layers in enumerate(stage_layers(arch, parallel)):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megatron_rl.checkpoints import peft_format
 from megatron_rl.checkpoints.part_writer import Memory
 from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import read_architecture
+from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.models.base import vision_problems
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.passes import (
@@ -31,6 +34,7 @@ from megatron_rl.passes import (
 )
 from megatron_rl.policy import optimizer, patches
 from megatron_rl.policy import parallel as groups
+from megatron_rl.policy.adapters import start_adapters, switched_off
 from megatron_rl.policy.batches.batching import Batching
 from megatron_rl.policy.batches.microbatches import Packer, multiples, prompt_places
 from megatron_rl.policy.batches.packing_plan import PlanRule
@@ -50,17 +54,17 @@ from megatron_rl.policy.passes.forward import (
 )
 from megatron_rl.policy.passes.routing import ExpertRecord, Routing, prompt_sources
 from megatron_rl.policy.passes.vision import VisionBatcher
-from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
+from megatron_rl.policy.precision import ddp_config, describe, logprob_format, token_multiple
 from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.policy.state import checkpoint, checkpoint_loading, export, weights
-from megatron_rl.policy.state.gathered_weights import Gather
 from megatron_rl.policy.state.offload import (
     Offload,
     dispatcher_tensors,
     release_caches,
     training_tensors,
 )
+from megatron_rl.policy.state.weight_view import WeightView
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard
 
@@ -91,8 +95,10 @@ class MegatronPolicy:
         self.arch, self.hf_config = read_architecture(self.path)
         problems = layout_problems(self.arch, parallel, dist.get_world_size())
         problems += vision_problems(self.arch, model, precision)
+        problems += adapter_problems(self.arch, model, parallel, precision)
         if problems:
             raise ValueError("\n".join(problems))
+        self.arch = with_adapters(self.arch, model.lora)
         weights.check_directory(self.path, self.arch)
         patches.apply()
         self.ranks = groups.initialize(parallel)
@@ -113,10 +119,10 @@ class MegatronPolicy:
         self._offload = Offload(self.training_tensors, ("gradients",), self.device)
         self._dispatchers = dispatcher_tensors(self.modules)
         self.reference: Reference | None = None
-        if settings.keep_reference:
+        # With adapters the reference is the model without them.
+        if settings.keep_reference and not self.arch.adapter_slots:
             self.reference = Reference(self.held, self.chunks)
-        self._by_key = {item.key: item.tensor for item in self.held}
-        self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
+        self.base_digest = self.view.base_digest()
         vocab_size = self.arch.vocab_size
         self._routing = Routing(self.chunks, self.arch, self.ranks)
         self._passes = Passes(
@@ -130,9 +136,13 @@ class MegatronPolicy:
         max_tokens = self.settings.max_sequence_tokens
         self.modules = build_chunks(self.config, self.arch, self.hf_config, model, max_tokens)
         self.held = weights.local_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
-        if self.settings.read_weights:
+        self.view = WeightView(self.held, self.modules, self.arch, self.ranks, self.vocab_rows)
+        # A checkpoint of adapters has no weights.
+        if self.settings.read_weights or self.view.adapters:
             finite = self.settings.require_finite
-            weights.load(self.held, self.arch, self.path, self.ranks, require_finite=finite)
+            weights.load(self.view.served, self.arch, self.path, self.ranks, require_finite=finite)
+        if self.view.adapters:
+            start_adapters(self.view.saved, self.arch, model.lora, read=self.settings.read_weights)
         self.chunks = [
             DistributedDataParallel(
                 self.config,
@@ -275,18 +285,17 @@ class MegatronPolicy:
     def gathered_bytes_sent(self) -> int:
         """See protocols.WholeWeightSource. Every rank that needs a shard counts once, whatever way
         the collectives take."""
-        return self._gather.bytes_sent
+        return self.view.gathered_bytes_sent
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See protocols.WholeWeightSource."""
         self.wait_for_param_gather()
-        yield from self._gather.run(plain)
+        yield from self.view.gathered()
 
     def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: the gradients of ``backward``, by HF name, whole; zeros of what is frozen."""
-        with platform():
-            optimizer.whole_gradients(self.chunks)
-        yield from self._gather.run(optimizer.gradient)
+        """Collective: the gradients of ``backward``, by HF name, whole; zeros of a frozen tower.
+        With adapters theirs alone."""
+        yield from self.view.gathered_gradients(self.chunks)
 
     def gradient_norm(self) -> float:
         """Collective: of the gradient left by ``backward``, over all parameters, as the optimizer
@@ -297,17 +306,18 @@ class MegatronPolicy:
     def weight_shards(self) -> list[Shard]:
         """The parts of HF tensors that this rank holds, for a planned weight sync; the keys are
         those of ``weight``."""
-        return [shard for item in self.held for shard in item.shards]
+        return [shard for item in self.view.served for shard in item.shards]
 
     def weight(self, key: str) -> Tensor:
-        """This rank's parameter of that key, as it is now (after ``wait_for_param_gather``). Raises
-        KeyError."""
-        return plain(self._by_key[key])
+        """This rank's parameter of that key, as it is now (after ``wait_for_param_gather``), with
+        its adapters merged. Raises KeyError."""
+        return self.view.weight(key)
 
     def wait_for_param_gather(self) -> None:
         """Collective: finishes an overlapped gathering of parameters. Called before the weights are
         read, which must not be away."""
         self._offload.require("weights")
+        self.view.forget()
         if self.parallel.overlap_param_gather:
             with platform():
                 finish_param_gather(self.chunks)
@@ -326,6 +336,10 @@ class MegatronPolicy:
         pass."""
         if not reference:
             yield
+            return
+        if self.view.adapters:
+            with switched_off(self.view.adapters):
+                yield
             return
         assert self.reference is not None, "reference passes need keep_reference=True"
         self._offload.require("weights", "gradients")  # whose memory the pass may use
@@ -364,8 +378,14 @@ class MegatronPolicy:
 
     def export(self, path: Path) -> None:
         self._offload.require("weights")
+        adapters = None
+        if self.view.adapters:
+            self.wait_for_param_gather()
+            tensors = dict(self.view.gathered_adapters())
+            adapters = partial(peft_format.write, tensors, self.model.lora, self.model.path)
         weights = self.gathered_weights()
-        export.export_hf(weights, path, self.path, self.arch, self.precision.params)
+        params = self.precision.params
+        export.export_hf(weights, path, self.path, self.arch, params, adapters=adapters)
 
     def close(self) -> None:
         """Collective: drops megatron's process groups; another policy may then be built."""

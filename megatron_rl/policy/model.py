@@ -26,6 +26,7 @@ from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConf
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.policy.activations import selective_modules
+from megatron_rl.policy.adapters import add_adapters
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.passes.attention import PackedAttention, RMSNorm
 from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
@@ -203,21 +204,29 @@ def transformer_config(
     return TransformerConfig(**fields)
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, vp_stage: int | None, *, adapted: bool = False
+) -> TransformerBlockSubmodules:
     """Transformer Engine's layers where it is installed, else megatron's own.
 
-    Those get attention and norm of this package.
+    Those get attention and norm of this package. ``adapted``: linear layers will have adapters.
     """
     experts = config.num_moe_experts
     qk_norm = config.qk_layernorm
     if this_machine().transformer_engine is not None:
         # The module is there only with Transformer Engine.
-        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=qk_norm
         )
         norm: Any = TENorm
+        if adapted:
+            # Adapters want the inputs after the norm, which a fused layer keeps to itself.
+            layer.submodules.input_layernorm = norm
+            layer.submodules.pre_mlp_layernorm = norm
+            layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+            layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
     else:
         layer = get_gpt_layer_local_spec(
             num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm"
@@ -266,7 +275,7 @@ def build_chunks(
         place = dict(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
         model = HiddenStates(
             config=config,
-            transformer_layer_spec=layer_spec(config, vp_stage),
+            transformer_layer_spec=layer_spec(config, vp_stage, adapted=bool(arch.adapter_slots)),
             vocab_size=vocab_rows,
             max_sequence_length=max_tokens,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -295,6 +304,8 @@ def build_chunks(
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())
         mark_experts(model)
+        if arch.adapter_slots:
+            add_adapters(model, arch, settings.lora.scale)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
         if hasattr(model, "visual"):
             set_tower_angles(model.visual)

@@ -84,8 +84,8 @@ def _last(token_ids: Sequence[int], wanted: int | None) -> int:
 class LogprobCheck:
     """Compares logprobs at temperature 1 of the tokens of each sequence behind its context.
 
-    Due at the first sync and whenever version % ``every`` == 0. ``tolerance``: largest mean
-    difference in nats; None: any.
+    Due at the first sync, at version 1 and whenever version % ``every`` == 0.
+    ``tolerance``: largest mean difference in nats; None: any.
     """
 
     score: ScoreBatch
@@ -99,7 +99,8 @@ class LogprobCheck:
     def expected(self, version: int) -> Float[Tensor, " tokens"] | None:
         """Collective. What the policy says, equal on all ranks; None when no comparison is due.
         Needs the policy's weights."""
-        is_due = self._is_first or version % self.every == 0
+        # Version 1 is the first after an update: new adapters are zero and change nothing before.
+        is_due = self._is_first or version == 1 or version % self.every == 0
         self._is_first = False
         if not is_due:
             return None

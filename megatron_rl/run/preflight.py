@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from megatron_rl.checkpoints import directory, facts, safe_load
+from megatron_rl.checkpoints import directory, facts, peft_format, safe_load
 from megatron_rl.config.schema import Config
 from megatron_rl.engine.requirements import check_start
 from megatron_rl.errors import ConfigError
-from megatron_rl.models import read_architecture
+from megatron_rl.models import Architecture, read_architecture
+from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.models.base import vision_problems
 from megatron_rl.reporting.comparison.runs import METRICS, SAMPLES
 from megatron_rl.reporting.row_file import check_rows
@@ -54,8 +55,15 @@ def check_before_build(config: Config, start: ResumePoint, keep_reference: bool)
     """
     check_start(config.rollout)
     arch, _ = read_architecture(Path(config.model.path))
-    if problems := vision_problems(arch, config.model, config.precision):
+    problems = vision_problems(arch, config.model, config.precision)
+    problems += adapter_problems(arch, config.model, config.parallel, config.precision)
+    if problems:
         raise ConfigError(problems, "the model")
+    arch = with_adapters(arch, config.model.lora)
+    if arch.adapter_slots:
+        keep_reference = False  # it is the model without adapters
+        if config.model.lora.path is not None:
+            peft_format.check(Path(config.model.lora.path), arch, config.model.lora)
     if start.checkpoint is not None:
         info = directory.check(start.checkpoint)
         optimizer = config.parallel.distributed_optimizer
@@ -64,26 +72,27 @@ def check_before_build(config: Config, start: ResumePoint, keep_reference: bool)
             config.precision.params,
             distributed_optimizer=optimizer,
             reference=keep_reference,
-            freeze_vision=config.model.freeze_vision,
+            model=config.model,
         )
         facts.refuse_other(start.checkpoint, info, wanted)
         safe_load.check_files(start.checkpoint)
-    parameters = facts.num_parameters(arch, config.model.make_vocab_divisible_by)
-    _check_room(config, parameters, keep_reference)
+    _check_room(config, arch, keep_reference)
     _check_wandb(config)
 
 
-def _check_room(config: Config, parameters: int, keep_reference: bool) -> None:
+def _check_room(config: Config, arch: Architecture, keep_reference: bool) -> None:
     precision = config.precision
+    divisible_by = config.model.make_vocab_divisible_by
     folder = Path(config.run_dir)
     checkpoint_bytes = facts.checkpoint_bytes(
-        parameters,
+        facts.num_saved(arch, divisible_by),
         precision.params,
         precision.adam_moments,
         distributed_optimizer=config.parallel.distributed_optimizer,
         reference=keep_reference,
     )
     exported = config.checkpoint.export_at_end
+    parameters = facts.num_parameters(arch, divisible_by)
     export_bytes = facts.export_bytes(parameters, precision.params) if exported else 0
     free = disk.free_bytes(folder)
     export = f" and the export {disk.as_text(export_bytes)}" if exported else ""

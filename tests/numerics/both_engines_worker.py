@@ -5,6 +5,7 @@ data."""
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.weights import worker
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.passes import LocalBatch, LossOutput, TokenView
+from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.runtime import launch
 from megatron_rl.weight_sync.gather import GatherSync
@@ -44,12 +46,12 @@ def odd_tokens_are_good(batch):
     return loss
 
 
-def agree(arch: str, layout: dict) -> None:
+def agree(arch: str, layout: dict, **more: Any) -> None:
     path = ROOT / f"{arch}_1"
     if WORLD.rank == 0:
         small.write(arch, 1, ROOT)
     WORLD.barrier()
-    policy = zoo.build_policy(path, layout, optim=OPTIM, temperature=TEMPERATURE)
+    policy = zoo.build_policy(path, layout, optim=OPTIM, temperature=TEMPERATURE, **more)
     if arch not in ENGINES:
         ENGINES[arch] = VllmEngine(
             str(path), small.engine_config(tensor=2), seed=0, launch_id=WORLD.launch_id
@@ -65,7 +67,7 @@ def agree(arch: str, layout: dict) -> None:
         report = sync.sync(version)
         assert report.version == version == engine.weight_version
         held = 4 * sum(
-            item.tensor.numel() for item in policy.held
+            item.tensor.numel() for item in policy.view.served
         )  # the other rank wants all of it, or has it already
         assert report.bytes_sent == (held if layout.keys() & {"tensor", "pipeline"} else 0)
         expected = logprob_check.expected(version)
@@ -99,7 +101,22 @@ def agree(arch: str, layout: dict) -> None:
         assert before.grad_norm > 0 and not before.skipped
     if arch == "qwen2_tied":
         stale_head_is_noticed(sync, logprob_check)
+    if policy.view.adapters:
+        base_is_noticed(policy, sync, logprob_check)
     policy.close()
+
+
+def base_is_noticed(policy: MegatronPolicy, sync: GatherSync, logprob_check: LogprobCheck) -> None:
+    """The weights leave without their adapters: the bytes arrive, and only the numbers tell."""
+    adapters, policy.view.adapters = policy.view.adapters, {}
+    stale = sync.sync(9)
+    policy.view.adapters = adapters
+    try:
+        logprob_check.check(stale, logprob_check.expected(9))
+    except WeightSyncError as error:
+        assert "step 9" in str(error) and "nats" in str(error), error
+    else:
+        raise AssertionError("the base passed")
 
 
 def stale_head_is_noticed(sync: GatherSync, logprob_check: LogprobCheck) -> None:
@@ -137,6 +154,7 @@ if __name__ == "__main__":
             "agree tensor": partial(agree, "qwen2_tied", {"tensor": 2}),
             "agree pipeline": partial(agree, "qwen3", {"pipeline": 2}),
             "agree data": partial(agree, "qwen3", {"distributed_optimizer": True}),
+            "agree adapters": partial(agree, "qwen3", {"tensor": 2}, lora={"rank": 4}),
             "random_state_after_both": random_state_after_both,
         }
     )

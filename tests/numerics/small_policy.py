@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config.load import compose
-from megatron_rl.config.schema import ModelConfig, OptimConfig, PrecisionConfig
+from megatron_rl.config.schema import OptimConfig, PrecisionConfig
 from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import SequenceBatch
@@ -44,6 +44,7 @@ class Case:
     dtype: str = "float32"
     model: str = "llama"
     reference: bool = False
+    lora: dict[str, Any] = field(default_factory=dict)
 
 
 def precision(case: Case) -> PrecisionConfig:
@@ -52,9 +53,7 @@ def precision(case: Case) -> PrecisionConfig:
 
 def build(models: Path, case: Case) -> MegatronPolicy:
     run: Any = SimpleNamespace(
-        model=ModelConfig(
-            path=str(models / case.model), make_vocab_divisible_by=8, freeze_vision=False
-        ),
+        model=zoo.model_config(models / case.model, make_vocab_divisible_by=8, lora=case.lora),
         parallel=parallel(**case.layout),
         precision=precision(case),
         optim=OPTIM,

@@ -28,8 +28,10 @@ from tests.ranks import call
 
 STEP_0 = "step_000000"
 STEP_2 = "step_000002"
+LORA = {"rank": 4}
 CASES = {
     2: [
+        Case("adapters", {"tensor": 2, "sequence": True}, lora=LORA),
         Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
         Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
         Case("dp2", SHARDED),
@@ -40,6 +42,7 @@ CASES = {
         Case("experts", {"tensor": 2, "sequence": True}, model="qwen3_moe"),
     ],
     4: [
+        Case("adapters_dp2", {"tensor": 2, **SHARDED}, lora=LORA),
         Case("tp2_pp2", {"tensor": 2, "pipeline": 2}, reference=True),
         Case(
             "tp2_pp2_bf16_vpp",
@@ -50,8 +53,11 @@ CASES = {
         Case("tp4_two_heads", {"tensor": 4}),  # two ranks share each key-value head
     ],
 }
+WHOLE = [case for case in CASES[2] if not case.lora]  # checkpoints with all weights
 # Checkpoint of one case read into another layout (of 2 ranks).
 RESHAPES = [
+    ("adapters", Case("pp2", {"pipeline": 2}, lora=LORA)),
+    ("adapters_dp2", Case("dp2", SHARDED, lora=LORA)),
     ("tp2", Case("dp2", reference=True)),
     ("tp2", Case("pp2", {"pipeline": 2}, reference=True)),
     ("tp2_pp2", Case("tp2", {"tensor": 2}, reference=True)),
@@ -74,6 +80,7 @@ MOVES = {
         ("tp2", Case("alone", reference=True)),
     ],
     2: [
+        ("adapters", Case("pp2", {"pipeline": 2}, lora=LORA)),
         ("tp2", Case("pp2", {"pipeline": 2}, reference=True)),
         ("tp2", Case("dp2", reference=True)),
         ("tp2_bf16", Case("pp2", {"pipeline": 2}, "bfloat16")),
@@ -148,7 +155,7 @@ def test_training_goes_on_in_another_layout(
     call(ranks, reshape, hf_models, written(source), case, timeout=200)
 
 
-@pytest.mark.parametrize(("ranks", "case"), each({2: CASES[2]}, full=True))
+@pytest.mark.parametrize(("ranks", "case"), each({2: WHOLE}, full=True))
 def test_the_plain_way_writes_and_reads_the_same_bits(
     ranks: int, case: Case, hf_models: Path, tmp_path: Path
 ) -> None:

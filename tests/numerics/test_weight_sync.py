@@ -28,7 +28,7 @@ UPDATES = (
     "faults",
     "interrupted",
 )
-BOTH = ("agree tensor", "agree pipeline", "agree data", "random_state_after_both")
+BOTH = ("agree tensor", "agree pipeline", "agree data", "agree adapters", "random_state_after_both")
 
 
 @pytest.fixture(scope="module")

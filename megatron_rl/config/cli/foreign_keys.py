@@ -23,6 +23,10 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
     "data.train": "train_files",
     "data.eval": "val_files",
     "model.path": "model_name_or_path",
+    "model.lora.rank": "lora_rank lora_r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.targets": "target_modules",
+    "model.lora.path": "lora_adapter_path adapter_path",
     "parallel.tensor": "tensor_model_parallel_size",
     "rollout.tensor": "tensor_parallel_size",
     "parallel.pipeline": "pipeline_model_parallel_size",
@@ -37,7 +41,8 @@ NAMES_HERE: Mapping[str, str] = {
 
 # Words of a key (between dots and underscores) -> what to say. README has the same list.
 NOT_SUPPORTED = (
-    (r"q?lora|peft|dora|adapters?", "adapters (LoRA) are not supported: all weights are trained"),
+    (r"q_?lora|dora", "QLoRA and DoRA are not supported: see model.lora"),
+    (r"(lora_)?dropout", "dropout is not supported: what samples has none, and is the policy"),
     (
         r"tools?|multi_?turns?|turns|agents?|env|environment",
         "tools and several turns are not supported: one prompt, one response, one reward",

@@ -185,8 +185,15 @@ def _metadata() -> dict[str, Any]:
 
 
 def sharded_model(policy: TrainingState) -> list[dict[str, Any]]:
-    """megatron's description of the model chunks: shards and objects by name."""
-    return [module.sharded_state_dict(metadata=_metadata()) for module in policy.modules]
+    """megatron's description of what is saved of the model chunks: shards and objects by name."""
+    chunks = [module.sharded_state_dict(metadata=_metadata()) for module in policy.modules]
+    if not policy.view.adapters:
+        return chunks
+    saved = {(item.chunk, item.name) for item in policy.view.saved}
+    return [
+        {name: shard for name, shard in shards.items() if (chunk, name) in saved}
+        for chunk, shards in enumerate(chunks)
+    ]
 
 
 def sharded_optimizer(
@@ -231,7 +238,8 @@ def describe(policy: TrainingState) -> dict[str, Any]:
         _params(policy),
         distributed_optimizer=policy.parallel.distributed_optimizer,
         reference=policy.reference is not None,
-        freeze_vision=policy.model.freeze_vision,
+        model=policy.model,
+        base_digest=policy.base_digest,
     )
     return {**described, "layout": layout}
 
@@ -243,7 +251,7 @@ def _params(policy: TrainingState) -> str:
 def _bytes(policy: TrainingState) -> int:
     """What the checkpoint will take; Adam's moments count as float32."""
     return facts.checkpoint_bytes(
-        facts.num_parameters(policy.arch, 1),
+        facts.num_saved(policy.arch, 1),
         _params(policy),
         "float32",
         distributed_optimizer=policy.parallel.distributed_optimizer,

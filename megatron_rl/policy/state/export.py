@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from megatron_rl.models import Architecture
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.launch import from_first_rank
 
+ADAPTERS = "adapter"  # folder inside an export, in the format of peft
+
 
 def export_hf(
     weights: Iterable[tuple[str, Tensor]],
@@ -24,11 +26,13 @@ def export_hf(
     params: str,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    adapters: Callable[[Path], None] | None = None,
 ) -> None:
     """Collective: writes weights, as ``gathered_weights`` gives them, as a HF directory.
 
     ``path`` is replaced as a whole. ``source``: the HF directory of the same model that has
-    config.json and the tokenizer; ``params``: number format of the weights.
+    config.json and the tokenizer; ``params``: number format of the weights;
+    ``adapters``: writes those that the weights hold merged, into a folder of their own.
 
     Raises:
         ValueError: the disk is full.
@@ -46,6 +50,8 @@ def export_hf(
             writer.close()
             write_config(source, partial, params)
             copy_companions(source, partial)
+            if adapters is not None:
+                adapters(partial / ADAPTERS)
         directory.publish(path)
 
     from_first_rank(publish)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     Parameter,
+    adapter_parameters,
     expert_parameters,
     layer_parameters,
     local_shape,
@@ -54,7 +55,7 @@ class Unit:
 
 
 class Gather:
-    """Gathers the units of a model.
+    """Gathers the units of a model, or those of its adapters.
 
     Building it is collective over pipeline stages, ``run`` over the world.
     """
@@ -69,6 +70,12 @@ class Gather:
         self._arch = arch
         self._vocab_rows = vocab_rows
         stage_of = self._stage_of_layers(held)
+        if held[0].parameter.is_adapter:
+            self.units = [
+                self._dense_unit(stage_of[layer], adapter_parameters(arch, layer))
+                for layer in range(arch.num_layers)
+            ]
+            return
         before, after = outer_parameters(arch)
         # Every tensor rank has the tower whole: each takes its own.
         self.units = [self._unit(0, None, [each], 1) for each in _tower_parts(arch)]

@@ -26,6 +26,7 @@ from megatron_rl.models.parameter_map import (
     TIED_HEAD,
     VISION,
     Parameter,
+    adapter_parameters,
     axis_sizes,
     expert_parameters,
     layer_parameters,
@@ -130,7 +131,7 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
         candidates = expert_parameters(arch, layer, first_expert + int(in_expert["number"]))
         slot_name = in_expert["name"]
     else:
-        candidates = layer_parameters(arch, layer)
+        candidates = layer_parameters(arch, layer) + adapter_parameters(arch, layer)
         slot_name = FUSED_NORMS.get(rest, rest)
     matches = [parameter for parameter in candidates if parameter.slot.megatron == slot_name]
     assert len(matches) == 1, f"no HF tensor is known for parameter {name}"

@@ -77,6 +77,21 @@ def test_layers_of_transformer_engine_are_asked_for_grouped_experts(
     assert [given["moe_grouped_gemm"] for given in asked] == [False, True]
 
 
+def test_layers_with_adapters_have_their_norms_apart(
+    engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused layer takes inputs before the norm, which are not those of an adapter."""
+    layer = model.get_gpt_layer_local_spec()
+    monkeypatch.setattr(model, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
+    monkeypatch.setattr(model, "get_num_layers_to_build", lambda *_, **__: 1)
+    config = model.transformer_config(DENSE, parallel(), precision())
+    parts = model.layer_spec(config, None, adapted=True).layer_specs[0].submodules
+    assert parts.input_layernorm is parts.pre_mlp_layernorm is extension.TENorm
+    linear = extension.TEColumnParallelLinear
+    assert parts.self_attention.submodules.linear_qkv is linear
+    assert parts.mlp.submodules.linear_fc1 is linear
+
+
 def test_only_a_pipeline_without_cuda_asks_for_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     def asks(pipeline: int) -> bool:
         return model.transformer_config(

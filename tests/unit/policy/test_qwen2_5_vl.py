@@ -17,14 +17,14 @@ from megatron_rl.checkpoints.facts import num_parameters
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.load import compose
 from megatron_rl.config.rules.layout_rules import model_problems
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
 from megatron_rl.models import FAMILIES, read_architecture
 from megatron_rl.models.base import vision_problems
 from megatron_rl.models.parameter_map import hf_shapes, model_parameters, vision_parameters
 from megatron_rl.types import Shard
 from tests.numerics.seeing import published_name
 from tests.unit.qwen2_5_vl import CONFIGS, write_config
-from tests.zoo import save_tiny_model
+from tests.zoo import model_config, save_tiny_model
 
 NAME = "Qwen2_5_VLForConditionalGeneration"
 
@@ -109,7 +109,7 @@ def test_what_the_policy_lacks_is_refused_by_name(
 
 def test_settings_that_do_not_suit_a_tower(tmp_path: Path) -> None:
     seeing, _ = read_architecture(write_config(tmp_path / "3B", "3B"))
-    frozen = ModelConfig(path="m", make_vocab_divisible_by=1, freeze_vision=True)
+    frozen = model_config(Path("m"), freeze_vision=True)
     plain = PrecisionConfig(**compose("precision/bf16"))
     fp8 = PrecisionConfig(**compose("precision/fp8_tensorwise"))
     assert vision_problems(seeing, frozen, plain) == []

@@ -1,0 +1,94 @@
+"""Low-rank adapters (LoRA) of an architecture: which there are, under which names, of what shape.
+
+Every projection of the HF model has an A and a B of its own, as peft has them, also where megatron
+fuses projections into one layer. The update of a weight is ``scale * B @ A``.
+Source: Hu et al. 2021, arXiv:2106.09685; rsLoRA: Kalajdzievski 2023, arXiv:2312.03732.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.models.base import Architecture, Kind, Slot
+from megatron_rl.models.parameter_map import Parameter, hf_shapes, layer_parameters
+
+MODULE = "_adapter"  # what follows the name of a layer in that of its adapters
+_KINDS = ("qkv", "gate_up", "columns")  # of linear layers; norms, routers and embeddings are none
+
+
+def with_adapters(arch: Architecture, lora: LoraConfig) -> Architecture:
+    """The architecture with the adapters that ``lora`` asks for, if any."""
+    if lora.rank is None:
+        return arch
+    slots: list[Slot] = []
+    for parameter in layer_parameters(arch, 0):
+        target = "attention" if "self_attention" in parameter.slot.megatron else "mlp"
+        if is_adapted(parameter) and target in lora.targets:
+            slots += _slots(parameter, arch, lora.rank)
+    return replace(arch, adapter_slots=tuple(slots))
+
+
+def is_adapted(parameter: Parameter) -> bool:
+    """Whether it is the weight of a linear layer, which may have adapters."""
+    slot = parameter.slot
+    return slot.kind in _KINDS and slot.megatron.endswith(".weight")
+
+
+def adapter_module(weight: str) -> str:
+    """Name of the module with the adapters of a ``weight``.
+
+    Example: ``adapter_module("mlp.linear_fc2.weight")`` is "mlp.linear_fc2_adapter".
+    """
+    return weight.removesuffix(".weight") + MODULE
+
+
+def _slots(parameter: Parameter, arch: Architecture, rank: int) -> Iterator[Slot]:
+    """A and B of each projection in a linear layer.
+
+    Where the layer is cut along its outputs B is, else A is cut along its inputs; the other of the
+    two is whole on every tensor rank.
+    """
+    module = adapter_module(parameter.slot.megatron)
+    kind_a: Kind = "columns" if parameter.slot.kind == "columns" else "whole"
+    kind_b: Kind = "whole" if parameter.slot.kind == "columns" else "rows"
+    shapes = hf_shapes(parameter, arch)
+    for full, name in zip(parameter.names, parameter.slot.hf, strict=True):
+        outputs, inputs = shapes[full]
+        stem = name.removesuffix(".weight")
+        short = f"{module}.{stem.rsplit('.', 1)[-1]}"  # mlp.linear_fc2_adapter.down_proj
+        yield Slot(f"{short}_a", kind_a, (f"{stem}.lora_A.weight",), (rank, inputs))
+        yield Slot(f"{short}_b", kind_b, (f"{stem}.lora_B.weight",), (outputs, rank))
+
+
+def adapter_problems(
+    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
+) -> list[str]:
+    """What does not go with adapters: key, value, remedy."""
+    if model.lora.rank is None:
+        if model.lora.path is None:
+            return []
+        return [
+            f"model.lora.path = {model.lora.path}: without model.lora.rank it would have no effect;"
+            " set the rank to that of adapter_config.json"
+        ]
+    start = f"model.lora.rank = {model.lora.rank}: "
+    remedy = "set it to null, or give a dense language model"
+    problems = []
+    if arch.num_experts:
+        problems.append(f"{start}adapters of a model with experts are not implemented; {remedy}")
+    if arch.vision is not None:
+        problems.append(f"{start}adapters beside a vision tower are not implemented; {remedy}")
+    if precision.fp8 is not None:
+        problems.append(
+            f"{start}adapters of weights in FP8 are not implemented; set precision=bf16"
+        )
+    if "attention" in model.lora.targets and arch.num_kv_heads % parallel.tensor:
+        problems.append(
+            f"{start}tensor ranks that share a key-value head are not implemented; lower"
+            f" parallel.tensor = {parallel.tensor} to a divisor of {arch.num_kv_heads}, or set"
+            " model.lora.targets=[mlp]"
+        )
+    return problems

@@ -1,0 +1,89 @@
+"""Adapters on real megatron-core, in many layouts, against transformers with adapters written by
+hand (float32)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.checkpoints import peft_format
+from megatron_rl.models import read_architecture
+from megatron_rl.models.adapters import with_adapters
+from tests import zoo
+from tests.numerics.adapters_worker import LORA, Case, compare, other_base, reference
+from tests.numerics.policy_reference import sequences
+from tests.numerics.small_policy import OVERLAPPED
+from tests.ranks import call
+
+CORE = (
+    Case("biases_tied_rslora", model="qwen2_tied", lora=dict(rslora=True)),
+    Case("tp2_sp", 2, {"tensor": 2, "sequence": True}),
+    Case("dp2_overlap", 2, OVERLAPPED),
+)
+FULL = (
+    Case("one"),
+    Case("tp2", 2, {"tensor": 2}),
+    Case("tp2_attention", 2, {"tensor": 2}, lora=dict(targets=["attention"])),
+    Case("pp2", 2, {"pipeline": 2}),
+    Case("pp2_tied", 2, {"pipeline": 2}, model="qwen2_tied"),
+    Case("vpp", 2, {"pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": True}),
+    Case("cp2", 2, {"context": 2}),
+    Case("run_again", 1, {"recompute": "full"}),
+    Case("selective", 2, {"recompute": "selective", "tensor": 2, "sequence": True}),
+    Case("qk_norm", 2, {"tensor": 2, "sequence": True}, model="qwen3"),
+)
+BOUND = 2e-6  # relative, but of logits and logprobs, whose bound is in nats
+NATS = 1e-5
+
+
+@pytest.fixture(scope="module")
+def answers(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a case's adapters in peft's format, and what transformers says about it."""
+    root = tmp_path_factory.mktemp("adapters")
+
+    @cache
+    def answer(name: str) -> tuple[Path, dict[str, Any]]:
+        case = next(case for case in (*CORE, *FULL) if case.name == name)
+        return root / name, reference(case, root / name)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=case.name) for case in CORE),
+        *(pytest.param(case, id=case.name, marks=pytest.mark.full) for case in FULL),
+    ],
+)
+def test_adapters_equal_transformers(case: Case, hf_models: Path, answers: Any) -> None:
+    """Logits, loss, gradients of A and B, a step of Adam, merged weights; adapters off; the base
+    keeps its bits."""
+    ranks = call(case.processes, compare, case, hf_models / case.model, *answers(case.name))
+    for figures in ranks:
+        for key, value in figures.items():
+            in_nats = key.startswith(("logits", "logprobs", "off"))
+            assert value <= (NATS if in_nats else BOUND), f"{key}: {value}"
+
+
+def test_checkpoint_of_another_base_is_refused(hf_models: Path, tmp_path: Path) -> None:
+    other = zoo.save_tiny_model("llama", tmp_path / "other", seed=8)
+    call(1, other_base, hf_models / "llama", other, tmp_path / "step_000001")
+
+
+@pytest.mark.full
+def test_peft_reads_what_is_written(hf_models: Path, tmp_path: Path) -> None:
+    """Where peft is installed: its model with the folder has the logits of the definition, and the
+    folder that it saves in turn is taken."""
+    peft = pytest.importorskip("peft")
+    wanted = reference(Case("peft"), tmp_path / "adapter")
+    model = peft.PeftModel.from_pretrained(zoo.tiny_model("llama"), tmp_path / "adapter")
+    for tokens, logits in zip(sequences(wanted["batch"]), wanted["logits"], strict=True):
+        assert (model(tokens[None]).logits[0] - logits).abs().max() <= NATS
+    model.save_pretrained(tmp_path / "again")
+    config = zoo.model_config(hf_models / "llama", lora=LORA)
+    arch = with_adapters(read_architecture(hf_models / "llama")[0], config.lora)
+    peft_format.check(tmp_path / "again", arch, config.lora)
