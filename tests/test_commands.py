@@ -141,6 +141,9 @@ def place(tmp_path_factory) -> Path:
     ]
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    labels = {"metadata": {"task": "spelling", "skills": ["reading"]}}
+    rows = [{"query": "a", "choices": ["a", "b"], "answer": "a"} | labels] * 2
+    pq.write_table(pa.Table.from_pylist(rows), folder / "testmini.parquet")
     write_7b_config(folder / "qwen")
     to_megatron(folder / "letters", folder / "checkpoint")
     return folder

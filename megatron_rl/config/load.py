@@ -32,6 +32,8 @@ Schema = TypeVar("Schema", bound=BaseModel)
 # ``resume=auto`` is short for ``resume.checkpoint=auto``: a section written as the key that it is
 # mostly given for.
 SHORT = {"resume": "resume.checkpoint"}
+# Groups that an evaluation of a run may choose anew: what is asked, how, and who judges it.
+_ASKED = ("evaluation", "data", "reward")
 
 
 def conf_dir() -> Path:
@@ -176,14 +178,27 @@ def _problems(schema: type[BaseModel], details: Sequence[ErrorDetails]) -> list[
     return [_describe(detail, known) for detail in details]
 
 
-def change_value(values: dict[str, Any], text: str) -> None:
-    """Changes one value of a composed configuration, in place.
+def change_values(values: dict[str, Any], texts: Sequence[str]) -> None:
+    """Changes a composed configuration, in place.
 
-    Example: ``change_value(values, "rollout.dtype=float32")``.
+    An option of a group of ``_ASKED`` takes the place of its section before any key is changed, as
+    on the command line of a training: ``["evaluation.temperature=1.0", "evaluation=avg_at_16"]``
+    leaves a temperature of 1.
 
     Raises:
-        ConfigError: ``text`` is no ``key=value``, names a section, or a key below a value.
+        ConfigError: a text is no ``key=value``, names another section, a key below a value, or an
+            option that there is not.
     """
+    groups = [text for text in texts if text.partition("=")[0] in _ASKED]
+    if groups:
+        composed = compose("config", groups)
+        values |= {key: composed[key] for key in (text.partition("=")[0] for text in groups)}
+    for text in texts:
+        if text not in groups:
+            _change_value(values, text)
+
+
+def _change_value(values: dict[str, Any], text: str) -> None:
     try:
         parsed = parse(text, [])
     except ValueError as error:

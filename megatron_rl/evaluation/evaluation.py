@@ -17,6 +17,7 @@ from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import fingerprint
 from megatron_rl.data.multimodal.vision import vision_of
+from megatron_rl.data.prompts import CATEGORIES
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
@@ -301,6 +302,7 @@ def _row(step: int, number: int, response: Response) -> AnswerRow:
         "tokens": len(response.completion.token_ids),
         "truncated": response.completion.truncated,
         "problem": response.score.problem,
+        "categories": prompt.extra.get(CATEGORIES, []),
     }
 
 

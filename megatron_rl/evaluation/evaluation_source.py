@@ -16,7 +16,7 @@ from megatron_rl.checkpoints import adapter_checkpoint, directory
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.keys import flat
-from megatron_rl.config.load import change_value, compose, validate
+from megatron_rl.config.load import change_values, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.models import read_architecture
 from megatron_rl.models.parameter_map import hf_names
@@ -155,8 +155,8 @@ def find_evaluation(
             " training, or model.path=DIR for a model alone"
         )
     values = values_of_run(run)
-    for text in overrides:
-        change_value(values, text)
+    change_values(values, overrides)
+    values["data"].setdefault("train", [])  # data=OPTION names none
     weights = _chosen(run, steps or "last", Path(_valid(values).model.path))
     return Evaluation(values, weights, out or run / EVALUATION)
 

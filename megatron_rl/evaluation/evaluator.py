@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.config.schema import Config
+from megatron_rl.data.prompts import CATEGORIES
 from megatron_rl.data.reading import Data
 from megatron_rl.loss import Method
 from megatron_rl.reporting.evaluation import Judged, evaluation_metrics
@@ -74,4 +75,5 @@ def judged(responses: Responses) -> Judged:
         truncated=responses.truncated,
         extracted=[score.extracted for score in scores],
         has_verdict=np.array([score.problem is None for score in scores], dtype=bool),
+        categories=[prompt.extra.get(CATEGORIES, []) for prompt in responses.prompts],
     )

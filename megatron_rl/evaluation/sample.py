@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoints import directory
-from megatron_rl.config.load import change_value, compose, validate
+from megatron_rl.config.load import change_values, compose, validate
 from megatron_rl.config.rules.engine_checks import position_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
@@ -78,8 +78,7 @@ def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evalua
     values = _values_of_model(path) if run is None else values_of_run(run)
     if not weights.is_checkpoint:
         values["model"]["path"] = str(found)
-    for text in overrides:
-        change_value(values, text)
+    change_values(values, overrides)
     evaluation = values["evaluation"]
     evaluation["pass_at"] = []
     given = any(text.startswith("evaluation.temperature=") for text in overrides)

@@ -35,10 +35,12 @@ SCHEMA = pa.schema(
         ("tokens", pa.int64()),
         ("truncated", pa.bool_()),
         ("problem", pa.string()),  # why there is no verdict; null: there is one
+        ("categories", pa.list_(pa.string())),  # of the prompt
     ]
 )
 _WEIGHTS = b"weights"
-_JUDGED = ["uid", "data_source", "correct", "reward", "tokens", "truncated", "extracted", "problem"]
+_TEXTS = ("prompt", "answer", "response")
+_JUDGED = [name for name in SCHEMA.names if name not in (*_TEXTS, "step", "number")]
 _SUFFIX = ".parquet"
 
 AnswerRow = Mapping[str, Any]  # a value for each column of SCHEMA
@@ -104,7 +106,8 @@ class AnswerFile:
 
     def judged(self) -> Judged:
         """The columns that metrics are computed from; extracted answers are the only texts."""
-        values = _opened(self.path).read(_JUDGED).to_pydict()
+        table = _opened(self.path).read(_JUDGED)
+        values = table.to_pydict()
         # Prompts are numbered as they come: uids b, b, a, a give group_ids 0, 0, 1, 1.
         numbers: dict[str, int] = {}
         for uid in values["uid"]:
@@ -118,6 +121,8 @@ class AnswerFile:
             truncated=np.array(values["truncated"], dtype=bool),
             extracted=values["extracted"],
             has_verdict=np.array([problem is None for problem in values["problem"]], dtype=bool),
+            # An older file has no such column.
+            categories=values.get("categories") or [()] * table.num_rows,
         )
 
     def _files(self) -> list[Path]:

@@ -23,6 +23,7 @@ LOW = "eval_low/"
 HIGH = "eval_high/"
 
 _TOKENS = "eval/response_tokens_mean"
+_SPREAD = r"eval/accuracy_std_of_(\d+)_runs"
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,13 @@ class Judged:
 
     Example, two responses to one prompt: ``Judged(np.array([0, 0]), ["gsm8k", "gsm8k"],
     np.array([True, False]), np.array([1.0, 0.0]), np.array([5, 7]), np.array([False, False]),
-    ["12", "13"], np.array([True, True]))``.
+    ["12", "13"], np.array([True, True]), [["level=1"], ["level=1"]])``.
 
     Attributes:
         group_ids: the number of the prompt, from 0 on.
         extracted: see ``rewards.base.Verdict``.
         has_verdict: False where the verifier failed: such a row counts in lengths alone.
+        categories: those of the prompt, ``data.columns.categories``.
     """
 
     group_ids: Int[np.ndarray, " rows"]
@@ -47,10 +49,24 @@ class Judged:
     truncated: Bool[np.ndarray, " rows"]
     extracted: Sequence[str | None]
     has_verdict: Bool[np.ndarray, " rows"]
+    categories: Sequence[Sequence[str]]
 
-    def of_source(self, name: str) -> Judged:
-        """The rows of one data source."""
-        return self._take([row for row, source in enumerate(self.data_sources) if source == name])
+    def parts(self) -> dict[str, Judged]:
+        """The rows of each data source, where there are several, and of each category, by name.
+
+        A prompt of several categories is in each of them. Those of several sources are apart:
+        ``mathvista/skills=statistical reasoning``.
+        """
+        has_several = len(set(self.data_sources)) > 1
+        rows: dict[str, list[int]] = {}
+        of_rows = zip(self.data_sources, self.categories, strict=True)
+        for row, (source, categories) in enumerate(of_rows):
+            names = dict.fromkeys(categories)  # each once, in their order
+            if has_several:
+                names = dict.fromkeys([source, *(f"{source}/{name}" for name in names)])
+            for name in names:
+                rows.setdefault(name, []).append(row)
+        return {name: self._take(rows[name]) for name in sorted(rows)}
 
     @property
     def with_verdict(self) -> Judged:
@@ -68,17 +84,17 @@ class Judged:
             *(column[rows] for column in columns),
             [self.extracted[row] for row in rows],
             self.has_verdict[rows],
+            [self.categories[row] for row in rows],
         )
 
 
 def evaluation_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
-    """The ``eval/`` row of a run: ``_overall_metrics``, and the accuracy of each data source where
-    there are several."""
+    """The ``eval/`` row of a run: ``_overall_metrics``, and the accuracy of each of the parts."""
     metrics = _overall_metrics(judged, pass_at)
-    for source in _sources(judged):
-        correct = judged.of_source(source).with_verdict.correct.tolist()
+    for name, part in judged.parts().items():
+        correct = part.with_verdict.correct.tolist()
         if correct:
-            metrics[f"eval/accuracy/{source}"] = fmean(correct)
+            metrics[f"eval/accuracy/{name}"] = fmean(correct)
     return metrics
 
 
@@ -108,15 +124,36 @@ def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
 
 
 def detailed_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
-    """``evaluation_metrics``, all of it also of each data source (``eval/pass_at_8/gsm8k``) where
-    there are several, and the bounds of accuracy, pass@k and maj@n: ``eval_low/accuracy`` and
-    ``eval_high/accuracy`` hold it with 95 %, by the bootstrap over prompts."""
-    metrics = evaluation_metrics(judged, pass_at) | _bounds(judged, pass_at)
-    for source in _sources(judged):
-        rows = judged.of_source(source)
-        values = _overall_metrics(rows, pass_at) | _bounds(rows, pass_at)
-        metrics |= {f"{key}/{source}": value for key, value in values.items()}
+    """``evaluation_metrics``, all of it also of each of the parts (``eval/pass_at_8/gsm8k``), the
+    spread over runs (``_spread_of_runs``), and the bounds of accuracy, pass@k and maj@n:
+    ``eval_low/accuracy`` and ``eval_high/accuracy`` hold it with 95 %, by the bootstrap over
+    prompts."""
+    metrics = evaluation_metrics(judged, pass_at) | _only_alone(judged, pass_at)
+    for name, part in judged.parts().items():
+        values = _overall_metrics(part, pass_at) | _only_alone(part, pass_at)
+        metrics |= {f"{key}/{name}": value for key, value in values.items()}
     return metrics
+
+
+def _only_alone(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+    """What ``detailed_metrics`` adds."""
+    return _spread_of_runs(judged) | _bounds(judged, pass_at)
+
+
+def _spread_of_runs(judged: Judged) -> Metrics:
+    """``eval/accuracy_std_of_N_runs``: the sample standard deviation of the accuracies of N runs.
+
+    The first responses to all prompts are one run, the second ones the next: of N responses to a
+    prompt each the accuracy over all of them is the mean of N runs, avg@N. Nothing where a prompt
+    has a number of responses of its own, or a response no verdict.
+    """
+    sizes = np.bincount(judged.group_ids)
+    num_runs = int(sizes.max())
+    if num_runs == 1 or (sizes != num_runs).any() or not judged.has_verdict.all():
+        return {}
+    # Rows are in order of (prompt, response): [p0 r0, p0 r1, p1 r0, p1 r1] to a row a prompt.
+    runs = judged.correct.reshape(-1, num_runs).mean(axis=0)
+    return {f"eval/accuracy_std_of_{num_runs}_runs": float(runs.std(ddof=1))}
 
 
 def _bounds(judged: Judged, pass_at: Sequence[int]) -> Metrics:
@@ -198,43 +235,40 @@ def majority_is_right(extracted: Sequence[str | None], correct: Sequence[bool]) 
     return correct[extracted.index(winner)]
 
 
-def _sources(judged: Judged) -> list[str]:
-    """Data sources by name, where there are several."""
-    names = sorted(set(judged.data_sources))
-    return names if len(names) > 1 else []
-
-
 def evaluation_table(rows: Sequence[Values]) -> str:
     """Rows of ``detailed_metrics`` with their ``step``: a line for each checkpoint, and for each of
-    its data sources. Shares are in percent, bounds in brackets."""
+    its parts. Shares are in percent, bounds in brackets."""
     keys = _shared_keys(rows)
     lines = [("step", "source", *map(_title, keys))]
     for row in rows:
         step = str(row["step"])
         lines.append((step, "all", *(_cell(row, key) for key in keys)))
-        for source in _sources_of(row):
-            lines.append((step, source, *(_cell(row, f"{key}/{source}") for key in keys)))
+        for part in _parts_of(row):
+            lines.append((step, part, *(_cell(row, f"{key}/{part}") for key in keys)))
     return table(lines)
 
 
 def _shared_keys(rows: Sequence[Values]) -> list[str]:
-    """The columns: accuracy, pass@k, maj@n, tokens, truncated, and excluded where any row has
-    responses without a verdict."""
+    """The columns: accuracy, its spread over runs, pass@k, maj@n, tokens, truncated, and excluded
+    where any row has responses without a verdict."""
     every = dict.fromkeys(chain.from_iterable(rows))  # in order of appearance, each once
-    # Those with a second "/" are of one data source.
-    several = [key for key in every if re.fullmatch(r"eval/(pass|maj)_at_\d+", key)]
+    # Those with a second "/" are of one part.
+    spread = [key for key in every if re.fullmatch(_SPREAD, key)]
+    several = spread + [key for key in every if re.fullmatch(r"eval/(pass|maj)_at_\d+", key)]
     excluded = [key for key in ("eval/excluded_share",) if key in every]
     return ["eval/accuracy", *several, _TOKENS, "eval/truncated_share", *excluded]
 
 
-def _sources_of(row: Values) -> list[str]:
-    # Not split at the last "/", which may stand in the name of a source: "openai/gsm8k". Any key
-    # that every source has would do as the prefix.
+def _parts_of(row: Values) -> list[str]:
+    # Not split at the last "/", which may stand in the name of a part: "openai/gsm8k". Any key
+    # that every part has would do as the prefix.
     prefix = "eval/truncated_share/"
     return [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
 
 
 def _title(key: str) -> str:
+    if spread := re.fullmatch(_SPREAD, key):
+        return f"std of {spread[1]} runs %"
     name = key.removeprefix("eval/").replace("_at_", "@").removesuffix("_share")
     return "tokens" if key == _TOKENS else f"{name} %"
 

@@ -106,12 +106,13 @@ TABLE: Mapping[str, Metric] = {
     "eval/": Metric(
         "held-out evaluation, at the steps that have one; pass_at_K: chance that one of K responses"
         " to a prompt is correct, mean over prompts; maj_at_N: share of prompts whose most frequent"
-        " extracted answer is correct, where N > 1 responses have them; KEY/SOURCE: of one data"
-        " source, in the rows of megatron_rl.evaluate"
+        " extracted answer is correct, where N > 1 responses have them; accuracy_std_of_N_runs:"
+        " spread of the accuracy of N runs, a response of each prompt a run; KEY/PART: of one data"
+        " source or category, in the rows of megatron_rl.evaluate"
     ),
     "eval/excluded_share": Metric("held-out responses without a verdict, counted nowhere", "share"),
     "eval/accuracy": Metric("share of held-out responses whose accuracy reward is 1", "share"),
-    "eval/accuracy/": Metric("the same, of one data source", "share"),
+    "eval/accuracy/": Metric("the same, of one data source or category, column=value", "share"),
     "eval/reward_mean": Metric("mean total reward of held-out responses"),
     "eval/response_tokens_mean": Metric("mean length of held-out responses", "tokens"),
     "eval/truncated_share": Metric("held-out responses cut by the length limit", "share"),

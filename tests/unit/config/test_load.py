@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.load import change_value, compose, known_keys, validate
+from megatron_rl.config.load import change_values, compose, known_keys, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from tests.unit.config.made_configs import config as load
@@ -149,9 +149,21 @@ def test_a_file_of_the_user_that_is_no_yaml_is_named(tmp_path, content, words):
 
 def test_a_composed_value_is_changed_and_a_key_below_a_value_is_refused():
     values = {"seed": 1, "rollout": {"top_p": 1.0}}
-    change_value(values, "rollout.top_p=0.5")
+    change_values(values, ["rollout.top_p=0.5"])
     assert values["rollout"] == {"top_p": 0.5}
     with pytest.raises(ConfigError, match=r"seed\.x=2: seed is a value here, without keys"):
-        change_value(values, "seed.x=2")
+        change_values(values, ["seed.x=2"])
     with pytest.raises(ConfigError, match="rollout is a section here"):
-        change_value(values, "rollout=2")
+        change_values(values, ["rollout=2"])
+
+
+def test_an_option_takes_the_place_of_its_section_before_any_key():
+    values = compose("config", ["evaluation.num_prompts=5", "evaluation.pass_at=[1,2]"])
+    change_values(values, ["evaluation.temperature=1.0", "evaluation=avg_at_16"])
+    assert values["evaluation"] == compose("config", ["evaluation=avg_at_16"])["evaluation"] | {
+        "temperature": 1.0
+    }
+    change_values(values, ["data.eval=e.parquet", "data=mathvista"])
+    assert values["data"]["columns"]["prompt"] == "query" and values["data"]["eval"] == "e.parquet"
+    with pytest.raises(ConfigError, match="evaluation=avg: no such option"):
+        change_values(values, ["evaluation=avg"])

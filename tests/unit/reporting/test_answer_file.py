@@ -24,6 +24,7 @@ def rows(uid: str, *correct: bool) -> list[dict]:
             "tokens": 2 + number,
             "truncated": not is_right,
             "problem": None if number < 2 else "its worker died",
+            "categories": ["level=1", f"of={uid[0]}"],
         }
         for number, is_right in enumerate(correct)
     ]
@@ -48,6 +49,8 @@ def test_portions_become_one_file_in_their_order(tmp_path):
     assert judged.lengths.tolist() == [2, 3, 2, 3, 2, 3, 4]
     assert judged.extracted == ["7", "8", "7", "7", "8", "8", "8"]
     assert judged.has_verdict.tolist() == [True] * 6 + [False]
+    assert judged.categories[0] == ["level=1", "of=b"]
+    assert list(judged.parts()) == ["level=1", "of=a", "of=b"]
     assert steps_there(tmp_path) == {20: "digest"}
     file.finish()  # nothing is left to do
     assert pq.read_table(file.path).num_rows == 7

@@ -44,6 +44,7 @@ def judged(sources=("a", "b")) -> Judged:
         truncated=np.array([False, False, True, False, False, False, False, False]),
         extracted=["7", "8", "8", "", "5", "5", "4", "5"],
         has_verdict=np.ones(8, dtype=bool),
+        categories=[()] * 8,
     )
 
 
@@ -72,6 +73,7 @@ def test_a_row_of_a_run_has_accuracy_by_source_and_no_majority_of_single_respons
         truncated=whole.truncated[:2],
         extracted=whole.extracted[:2],
         has_verdict=whole.has_verdict[:2],
+        categories=whole.categories[:2],
     )
     assert list(evaluation_metrics(single, [1])) == [
         "eval/accuracy",
@@ -130,17 +132,43 @@ def test_bounds_and_sources_of_an_evaluation_alone():
     assert (metrics["eval_low/accuracy"], metrics["eval_high/accuracy"]) == (0.25, 0.75)
     assert (metrics["eval_low/pass_at_2"], metrics["eval_high/pass_at_2"]) == (0.5, 1.0)
     assert metrics["eval_high/accuracy/a"] == float("inf")  # one prompt says nothing
+    # The first responses of both are a run with 1, the others ones with 1/2, 0 and 1/2.
+    spread = "eval/accuracy_std_of_4_runs"
+    assert metrics[spread] == pytest.approx((0.5 / 3) ** 0.5)
+    assert metrics[f"{spread}/a"] == pytest.approx((0.75 / 3) ** 0.5)
     assert all(defined(key) for key in metrics)
     shared = evaluation_metrics(judged(), [2])
     assert {key: metrics[key] for key in shared} == shared
 
 
+def test_a_prompt_is_in_each_of_its_categories() -> None:
+    categories = [("level=1", "skills=logic")] * 4 + [("skills=logic", "skills=logic")] * 4
+    found = evaluation_metrics(Judged(**{**vars(judged("aa")), "categories": categories}), [1])
+    assert found["eval/accuracy/level=1"] == 0.25
+    assert found["eval/accuracy/skills=logic"] == 0.5
+    assert "eval/accuracy/a" not in found, "the only source"
+    found = evaluation_metrics(Judged(**{**vars(judged("ab")), "categories": categories}), [1])
+    assert found["eval/accuracy/b/skills=logic"] == found["eval/accuracy/b"] == 0.75
+    assert all(defined(key) for key in found)
+
+
+def test_runs_of_several_lengths_or_without_a_verdict_have_no_spread() -> None:
+    whole = vars(judged("aa"))
+    lost = Judged(**{**whole, "has_verdict": np.array([True] * 7 + [False])})
+    other = Judged(**{**whole, "group_ids": np.array([0, 0, 0, 1, 1, 1, 1, 1])})
+    for some in (lost, other):
+        assert not [key for key in detailed_metrics(some, [1]) if "std_of" in key]
+
+
 def test_the_table_has_a_line_for_each_step_and_source(tmp_path):
     rows = [{"step": step, **detailed_metrics(judged(), [1, 2])} for step in (0, 20)]
     lines = [" ".join(line.split()) for line in evaluation_table(rows).splitlines()]
-    assert lines[0] == "step source accuracy % pass@1 % pass@2 % maj@4 % tokens truncated %"
-    assert lines[2] == (
-        "0 all 50.0 [25.0, 75.0] 50.0 [25.0, 75.0] 75.0 [50.0, 100.0] 50.0 [0.0, 100.0] 4.5 12.5"
+    assert lines[0] == (
+        "step source accuracy % std of 4 runs % pass@1 % pass@2 % maj@4 % tokens truncated %"
     )
-    assert lines[3] == "0 a 25.0 25.0 50.0 0.0 2.5 25.0"
+    assert lines[2] == (
+        "0 all 50.0 [25.0, 75.0] 40.8 50.0 [25.0, 75.0] 75.0 [50.0, 100.0] 50.0 [0.0, 100.0]"
+        " 4.5 12.5"
+    )
+    assert lines[3] == "0 a 25.0 50.0 25.0 50.0 0.0 2.5 25.0"
     assert [line.split()[0] for line in lines[2:]] == ["0"] * 3 + ["20"] * 3
