@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # that is lost costs five seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # No test asks the network for a model.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_ENDPOINT", "http://127.0.0.1:9")
 # Bytecode is kept, whatever the environment says: some hundred processes import the package, and to
 # compile it costs each more than a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

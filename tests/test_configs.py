@@ -66,6 +66,8 @@ def test_experiments_pass_the_start_up_checks(name, paths, tmp_path):
     ],
 )
 def test_every_option_of_every_group_validates(option, paths):
+    if option in ("reward=judge", "reward=model"):
+        paths += ["reward.server.url=http://127.0.0.1:1", "reward.server.model=m"]
     validate(Config, compose("config", [option, *paths]), option)
 
 

@@ -27,6 +27,7 @@ MAX_FOLDER_FILES = 15  # of Python, in a folder of the package
 # A setting comes from conf/ alone. What is read from the environment is what the launcher says
 # about this process.
 ENVIRONMENT_READERS = {
+    "megatron_rl/rewards/workers/served.py": "the key of a server, which no file may hold",
     "megatron_rl/runtime/launch.py": "rank, world size and rendezvous address set by torchrun",
     "megatron_rl/runtime/guard/failure.py": "rank, rendezvous address, error file set by torchrun",
     "megatron_rl/runtime/guard/first_failure.py": "rendezvous address set by torchrun",

@@ -30,6 +30,7 @@ from megatron_rl.config.observability import (
     NonFiniteConfig,
     ProfileConfig,
 )
+from megatron_rl.config.reward_server import RewardServerConfig
 from megatron_rl.hooks import ChosenHooks
 from megatron_rl.loss.config import MethodConfig
 
@@ -275,6 +276,7 @@ class RewardConfig(Section):
 
     verifier: str
     function: str | None
+    server: RewardServerConfig | None
     accuracy_weight: float
     format_weight: float
     format_pattern: str | None

@@ -9,7 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
@@ -73,10 +73,9 @@ class WeightedReward:
         self._verifiers: dict[str, Verifier] = {}
         self._pool: WorkerPool | None = None
         self._function: FunctionCaller | None = None
-        if config.function is not None:
-            self._function = FunctionCaller(
-                self._setup(function=config.function), timeout_s=config.function_timeout_s
-            )
+        if config.function is not None or config.server is not None:
+            setup = replace(self._setup(function=config.function), server=config.server)
+            self._function = FunctionCaller(setup, timeout_s=config.function_timeout_s)
             self._function.pool.start()
 
     @property
@@ -324,17 +323,27 @@ def build_reward(
         )
     if config.verifier != "auto":
         verifier_class(config.verifier)
-    if config.function is not None and config.verifier != "auto":
-        raise ValueError(
-            f"reward.function = {config.function}: takes the place of reward.verifier = "
-            f"{config.verifier}; remove one of them"
-        )
-    if config.function is not None and config.answer_pattern is not None:
-        raise ValueError(
-            f"reward.function = {config.function}: is given whole responses; remove "
-            "reward.answer_pattern and cut them there"
-        )
+    _check_place_of_verifier(config)
     return WeightedReward(config, prompt_text)
+
+
+def _check_place_of_verifier(config: RewardConfig) -> None:
+    """A function or a server takes the place of a verifier, and is given whole responses."""
+    if config.function is None and config.server is None:
+        return
+    key = f"reward.function = {config.function}"
+    if config.server is not None:
+        if config.function is not None:
+            raise ValueError(f"{key}: there is reward.server as well; remove one of them")
+        key = f"reward.server.url = {config.server.url}"
+    if config.verifier != "auto":
+        raise ValueError(
+            f"{key}: takes the place of reward.verifier = {config.verifier}; remove one of them"
+        )
+    if config.answer_pattern is not None:
+        raise ValueError(
+            f"{key}: is given whole responses; remove reward.answer_pattern and cut them there"
+        )
 
 
 def _num_groups(key: str, pattern: str | None) -> int | None:

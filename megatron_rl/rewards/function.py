@@ -25,8 +25,8 @@ logged as ``reward/part/NAME``. It may be ``async def``.
   the user's own code: nothing but its time is limited.
 - A call that raises, returns the wrong number of values or takes longer than
   ``reward.function_timeout_s`` gives its responses no verdict; a value that is not a finite number
-  gives its response none. ``reward.on_problem`` says what becomes of them; exclude, the default,
-  leaves them out of the step. The reason is logged once. The run stops
+  or is an exception gives its response none. ``reward.on_problem`` says what becomes of them;
+  exclude, the default, leaves them out of the step. The reason is logged once. The run stops
   after ``_MAX_FAILED_CALLS`` calls in a row without one usable value, which together had as many
   responses as that number of its largest calls (a call may be of a single response): it would
   train on nothing.
@@ -73,6 +73,6 @@ class FunctionCaller:
         if self._failed_calls >= _MAX_FAILED_CALLS and enough:
             raise ValueError(
                 f"{self.pool.setup.name}: {self._failed_calls} calls in a row gave no response a"
-                f" reward; the last one: {problems[0]}; fix the function"
+                f" reward; the last one: {problems[0]}; correct what it says"
             )
         return scores

@@ -68,6 +68,11 @@ RUNTIME = (
     "reward.memory_gib",
     "reward.max_excluded_share",
     "reward.num_workers",
+    "reward.server.url",
+    "reward.server.api_key_variable",
+    "reward.server.concurrent_requests",
+    "reward.server.num_tries",
+    "reward.server.timeout_s",
 )
 # Everything in and below these may change. Model and data have rules of their own.
 _MUTABLE = (

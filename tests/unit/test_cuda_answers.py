@@ -222,7 +222,7 @@ def test_chunks_go_to_the_device(cuda: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
     chunk = SimpleNamespace(cuda=lambda index: moved.append(index) or chunk)
     cuda.setattr(model, "HiddenStates", lambda **_: chunk)
-    cuda.setattr(model, "layer_spec", lambda *_: None)
+    cuda.setattr(model, "layer_spec", lambda *_, **__: None)
     for end in ("first", "last"):
         cuda.setattr(model.parallel_state, f"is_pipeline_{end}_stage", lambda **_: True)
     sizes = dict(virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1)

@@ -53,8 +53,8 @@ NOT_SUPPORTED = (
         "a critic (PPO, GAE) is not supported: advantages come from groups, see method",
     ),
     (
-        r"reward_model|rm|judge|prm|process_reward",
-        "reward models are not supported: rewards come from verifiers, see reward.verifier",
+        r"prm|process_reward",
+        "process rewards are not supported: a reward is of a whole response, see reward",
     ),
     (
         r"dpo|kto|orpo|sft|distill|distillation|teacher",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from megatron_rl.plugins import import_function
 from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.registry import require_two_arguments
 from megatron_rl.rewards.workers.messages import WorkerSetup, reason
+from megatron_rl.rewards.workers.served import ServedReward
 
 _KEY = "reward.function"
 
@@ -20,14 +21,20 @@ class FunctionJudge:
     """The function, imported once: it keeps its state.
 
     Raises:
-        ValueError: it cannot be imported, or it does not take two arguments.
+        ValueError: it cannot be imported, it does not take two arguments, or the server of
+            ``reward.server`` does not answer.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
-        self._function = import_function(str(setup.function), _KEY)
-        require_two_arguments(self._function, setup.name, "tasks, responses")
         # One event loop for all calls: a client of a service keeps its connections.
         self._runner = asyncio.Runner()
+        if setup.server is not None:
+            served = ServedReward(setup.server)
+            self._runner.run(served.check())
+            self._function: Callable[..., Any] = served
+            return
+        self._function = import_function(str(setup.function), _KEY)
+        require_two_arguments(self._function, setup.name, "tasks, responses")
 
     def verify(self, tasks: Sequence[Task], responses: Sequence[str]) -> dict[str, Any]:
         """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` of the whole call."""
@@ -52,10 +59,13 @@ def _in_order(returned: Any) -> list[Any]:
 
 
 def score(value: Any) -> dict[str, Any]:
-    """One returned value as ``{"reward", "accuracy", "parts"}``, or ``{"problem"}``.
+    """One returned value as ``{"reward", "accuracy", "parts"}``, or ``{"problem"}``, also of an
+    exception in the place of a value.
 
     Example: ``0.5`` gives ``{"reward": 0.5, "accuracy": 0.0, "parts": {}}``.
     """
+    if isinstance(value, BaseException):
+        return {"problem": reason(value)}
     try:
         named = dict(value) if isinstance(value, Mapping) else {"reward": value}
         numbers = {}

@@ -12,6 +12,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.reward_server import RewardServerConfig
 from megatron_rl.errors import first_line
 from megatron_rl.rewards.base import Options
 
@@ -35,10 +36,18 @@ class WorkerSetup:
     answer_pattern: str | None
     format_pattern: str | None
     function: str | None
+    server: RewardServerConfig | None = None
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether responses are given many at a time: to a function or a server."""
+        return self.function is not None or self.server is not None
 
     @property
     def name(self) -> str:
         """For messages: ``reward.verifier = math``."""
+        if self.server is not None:
+            return f"reward.server.url = {self.server.url}"
         if self.function is not None:
             return f"reward.function = {self.function}"
         return f"reward.verifier = {', '.join(self.verifiers)}"

@@ -35,7 +35,7 @@ def main(control: socket.socket) -> None:
         return
     setup: WorkerSetup = pickle.loads(frame)
     # A function is imported after the fork: it may start threads, which a fork would lose.
-    judge = None if setup.function else _judge(setup)
+    judge = None if setup.takes_batches else _judge(setup)
     # The kernel reaps dead workers; the trainer sees their sockets close.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = os.getpid()
@@ -81,12 +81,16 @@ def _serve(lane: socket.socket, judge: Any) -> None:
 def _judge(setup: WorkerSetup) -> Any:
     """What answers the requests, its imports done; where that fails the reason as a text."""
     from megatron_rl.plugins import load_plugins
-    from megatron_rl.rewards.workers.function_worker import FunctionJudge
     from megatron_rl.rewards.workers.response_verifier import ResponseVerifier
 
     try:
         load_plugins(setup.plugins)
-        return FunctionJudge(setup) if setup.function else ResponseVerifier(setup)
+        if setup.takes_batches:
+            # Deferred: its HTTP client is nothing that a verifier waits for.
+            from megatron_rl.rewards.workers.function_worker import FunctionJudge
+
+            return FunctionJudge(setup)
+        return ResponseVerifier(setup)
     except ValueError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - of a plug-in's verifier; reported by the trainer

@@ -13,6 +13,7 @@ def config(**changes) -> RewardConfig:
     values = {
         "verifier": "exact",
         "function": None,
+        "server": None,
         "accuracy_weight": 1.0,
         "format_weight": 0.0,
         "format_pattern": None,
