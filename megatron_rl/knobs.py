@@ -30,6 +30,9 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Piece(BaseModel):
+    """A part of a configuration: strict and frozen."""
+
+    # Numbers are finite: JSON has no others, and a rate of inf is written into every weight.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 

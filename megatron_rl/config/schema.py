@@ -11,9 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -32,6 +30,7 @@ from megatron_rl.config.observability import (
 )
 from megatron_rl.config.reward_server import RewardServerConfig
 from megatron_rl.hooks import ChosenHooks
+from megatron_rl.knobs import Piece
 from megatron_rl.loss.config import MethodConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes up a gradient
@@ -71,12 +70,7 @@ def _eps(value: float) -> float:
     return value
 
 
-class Section(BaseModel):
-    # Numbers are finite: JSON has no others, and a rate of inf is written into every weight.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class TrainerConfig(Section):
+class TrainerConfig(Piece):
     """Once the prompts are read ``num_steps`` is there in any case: ``data.reading.with_steps``."""
 
     num_steps: PositiveInt | None
@@ -92,7 +86,7 @@ class TrainerConfig(Section):
         return self.num_steps
 
 
-class BatchConfig(Section):
+class BatchConfig(Piece):
     """All sizes are global, over every rank."""
 
     prompts_per_step: PositiveInt
@@ -102,14 +96,14 @@ class BatchConfig(Section):
     share_prompts: bool
 
 
-class ModelConfig(Section):
+class ModelConfig(Piece):
     path: str
     make_vocab_divisible_by: PositiveInt
     freeze_vision: bool
     lora: LoraConfig
 
 
-class ParallelConfig(Section):
+class ParallelConfig(Piece):
     tensor: PositiveInt
     pipeline: PositiveInt
     virtual_pipeline: PositiveInt | None
@@ -125,7 +119,7 @@ class ParallelConfig(Section):
     last_stage_layers: PositiveInt | None
 
 
-class Fp8Config(Section):
+class Fp8Config(Piece):
     """Matrix products of the transformer layers in FP8, by Transformer Engine."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -138,7 +132,7 @@ class Fp8Config(Section):
     logprobs: Literal["same", "bfloat16"]
 
 
-class PrecisionConfig(Section):
+class PrecisionConfig(Piece):
     params: Literal["float32", "bfloat16"]
     grad_reduce_in_float32: bool
     fp8: Fp8Config | None
@@ -146,14 +140,14 @@ class PrecisionConfig(Section):
     adam_moments: Literal["float32", "bfloat16"]
 
 
-class ResponseStage(Section):
+class ResponseStage(Piece):
     """The response limit from a step of the run on."""
 
     from_step: PositiveInt
     max_response_tokens: PositiveInt
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Piece):
     tensor: PositiveInt
     pipeline: PositiveInt
     expert_parallel: bool
@@ -195,14 +189,14 @@ class RolloutConfig(Section):
         return limit
 
 
-class PartialConfig(Section):
+class PartialConfig(Piece):
     """Responses that continue in the next step."""
 
     groups_in_flight: PositiveInt | None
     max_age: PositiveInt
 
 
-class SourceConfig(Section):
+class SourceConfig(Piece):
     """The source of the responses of a step."""
 
     name: Literal["colocated", "servers"]
@@ -222,7 +216,7 @@ class SourceConfig(Section):
         return self.partial.groups_in_flight is not None
 
 
-class WeightSyncConfig(Section):
+class WeightSyncConfig(Piece):
     method: Literal["auto", "gather", "reshard"]
     verify: bool
     bucket_mib: PositiveInt
@@ -231,7 +225,7 @@ class WeightSyncConfig(Section):
     logprob_check_tolerance: PositiveFloat | None
 
 
-class DataColumns(Section):
+class DataColumns(Piece):
     """Column (dotted path for nested fields) of each role in a data file.
 
     A column that is named must be there. ``auto``: the column of the role's own name where there is
@@ -251,7 +245,7 @@ class DataColumns(Section):
 DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(as_names)]
 
 
-class DataConfig(Section):
+class DataConfig(Piece):
     train: DataNames
     train_weights: tuple[PositiveFloat, ...] | None
     eval: DataNames
@@ -271,7 +265,7 @@ class DataConfig(Section):
     shuffle: bool
 
 
-class RewardConfig(Section):
+class RewardConfig(Piece):
     """The scoring of responses, in worker processes, within these limits."""
 
     verifier: str
@@ -292,7 +286,7 @@ class RewardConfig(Section):
     sandbox: Literal["bubblewrap", "rlimits_only"]
 
 
-class OptimConfig(Section):
+class OptimConfig(Piece):
     # A larger rate overflows where an optimizer in float32 multiplies with it.
     learning_rate: Annotated[float, Field(gt=0, le=1e30)]
     min_learning_rate: NonNegativeFloat
@@ -305,14 +299,14 @@ class OptimConfig(Section):
     clip_grad: NonNegativeFloat
 
 
-class ResumeConfig(Section):
+class ResumeConfig(Piece):
     """``resume=X`` on the command line is short for ``resume.checkpoint=X``."""
 
     checkpoint: str
     changed: Literal["refuse", "allow"]
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Piece):
     every_steps: NonNegativeInt
     every_minutes: NonNegativeFloat
     background: bool
@@ -325,7 +319,7 @@ class CheckpointConfig(Section):
     verify: bool
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Piece):
     every_steps: NonNegativeInt
     at_start: bool
     at_end: bool
@@ -337,14 +331,14 @@ class EvaluationConfig(Section):
     stop_after: PositiveInt | None
 
 
-class MemoryConfig(Section):
+class MemoryConfig(Piece):
     """Parts of the policy that leave the device while the engine generates, and a check."""
 
     enforce: bool
     offload: tuple[Literal["optimizer", "gradients", "weights"], ...]
 
 
-class Config(Section):
+class Config(Piece):
     run_dir: Annotated[str, Field(min_length=1)]
     seed: Annotated[int, Field(ge=0, lt=2**32)]  # what the rollout engine takes
     resume: ResumeConfig
