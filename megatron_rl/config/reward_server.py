@@ -14,7 +14,7 @@ class RewardServerConfig(Piece):
     """``judge``: a language model writes a score; ``model``: a reward model gives a number."""
 
     kind: Literal["judge", "model"]
-    url: str = Field(pattern="^https?://")
+    url: str = Field(pattern="^https?://[^@]+$")  # a password would be in the run's files
     model: str = Field(min_length=1)
     api_key_variable: str | None
     template: str

@@ -74,7 +74,11 @@ class WeightedReward:
         self._pool: WorkerPool | None = None
         self._function: FunctionCaller | None = None
         if config.function is not None or config.server is not None:
-            setup = replace(self._setup(function=config.function), server=config.server)
+            setup = replace(
+                self._setup(function=config.function),
+                server=config.server,
+                server_limit_s=config.function_timeout_s,
+            )
             self._function = FunctionCaller(setup, timeout_s=config.function_timeout_s)
             self._function.pool.start()
 

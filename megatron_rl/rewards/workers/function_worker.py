@@ -29,7 +29,7 @@ class FunctionJudge:
         # One event loop for all calls: a client of a service keeps its connections.
         self._runner = asyncio.Runner()
         if setup.server is not None:
-            served = ServedReward(setup.server)
+            served = ServedReward(setup.server, setup.server_limit_s)
             self._runner.run(served.check())
             self._function: Callable[..., Any] = served
             return

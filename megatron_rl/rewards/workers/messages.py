@@ -37,6 +37,7 @@ class WorkerSetup:
     format_pattern: str | None
     function: str | None
     server: RewardServerConfig | None = None
+    server_limit_s: float = 0.0  # of a call
 
     @property
     def takes_batches(self) -> bool:

@@ -37,8 +37,11 @@ class ServedReward:
     request was sent.
     """
 
-    def __init__(self, config: RewardServerConfig) -> None:
+    def __init__(self, config: RewardServerConfig, limit_s: float) -> None:
+        """``limit_s``: of a call; responses that have no reward by nine tenths of it get none, so
+        that the others keep theirs."""
         self._config = config
+        self._limit_s = 0.9 * limit_s
         self._asked: dict[str, asyncio.Task[Reward]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.concurrent_requests)
@@ -56,18 +59,18 @@ class ServedReward:
                 f"reward.server.api_key_variable = {key}: no such variable here; set it"
             )
         where = f"reward.server.url = {config.url}"
+        problem: object = None
         try:
-            url = f"{config.url}/v1/models"
             limit = aiohttp.ClientTimeout(total=_CHECK_S)
-            async with self._client().get(url, timeout=limit) as answer:
-                if answer.status != 200:
-                    raise ValueError(f"{where}: status {answer.status} for /v1/models; {_REMEDY}")
-                listed = await answer.json()
-            names = [model["id"] for model in listed["data"]]
-        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{where}: no list of models ({first_line(error)}); {_REMEDY}"
-            ) from error
+            async with self._client().get(f"{config.url}/v1/models", timeout=limit) as answer:
+                if answer.status == 200:
+                    names = [model["id"] for model in (await answer.json())["data"]]
+                else:
+                    problem = f"status {answer.status}"
+        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
+            problem = first_line(error) or type(error).__name__
+        if problem is not None:
+            raise ValueError(f"{where}: no list of models at /v1/models ({problem}); {_REMEDY}")
         if config.model not in names:
             raise ValueError(
                 f"reward.server.model = {config.model}: the server has {', '.join(names)}; give one"
@@ -81,7 +84,18 @@ class ServedReward:
         texts = [
             self._text(task, response) for task, response in zip(tasks, responses, strict=True)
         ]
-        return await asyncio.gather(*map(self._reward, texts), return_exceptions=True)
+        asked = [asyncio.create_task(self._reward(text)) for text in texts]
+        late: set[asyncio.Task[Reward]] = set()
+        if asked:
+            _, late = await asyncio.wait(asked, timeout=self._limit_s)
+        for one in late:
+            one.cancel()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        problem = f"no reward within {self._limit_s:g} s (reward.function_timeout_s)"
+        return [
+            ServerError(problem) if one in late else reward
+            for one, reward in zip(asked, found, strict=True)
+        ]
 
     def _text(self, task: Task, response: str) -> str:
         values = {"prompt": task.text, "answer": task.answer, "response": response}
@@ -95,14 +109,16 @@ class ServedReward:
             return await self._ask(text)
         known = self._asked.get(text)
         if known is not None:
-            return (await known) | {"server_tokens": 0.0, "server_tries": 0.0, "server_cached": 1.0}
+            answer = await asyncio.shield(known)
+            return answer | {"server_tokens": 0.0, "server_tries": 0.0, "server_cached": 1.0}
         if len(self._asked) >= _MOST_CACHED:
             del self._asked[next(iter(self._asked))]
         self._asked[text] = asyncio.create_task(self._ask(text))
         try:
-            return await self._asked[text]
+            # A response that is late leaves the request to the others.
+            return await asyncio.shield(self._asked[text])
         except Exception:
-            del self._asked[text]  # a failure is tried again when the text comes again
+            self._asked.pop(text, None)  # a failure is tried again when the text comes again
             raise
 
     async def _ask(self, text: str) -> Reward:
@@ -169,7 +185,11 @@ class ServedReward:
             key = self._config.api_key_variable
             headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
             limit = aiohttp.ClientTimeout(total=self._config.timeout_s)
-            self._session = aiohttp.ClientSession(headers=headers, timeout=limit)
+            # ``_slots`` is the only bound.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(
+                headers=headers, timeout=limit, connector=connector
+            )
         return self._session
 
 

@@ -63,6 +63,11 @@ class LoopThread:
         except Exception as error:  # noqa: BLE001 (raised where the main thread waits)
             self._fail(error)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something has been raised that the main thread will see."""
+        return self._failure is not None
+
     def changed(self) -> None:
         """``until`` looks again."""
         self._changed.set()

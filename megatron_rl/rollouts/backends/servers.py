@@ -237,6 +237,8 @@ class ServerBackend:
         return [self._training] if self._besides is None else [self._training, self._besides]
 
     def _turn(self) -> None:
+        if self._thread.has_failed:
+            return  # the run ends: a prompt that has ended three servers goes to no other
         for one, score in self._fleet.rewards.take():
             for each in self._jobs:
                 each.note_score(one, score)

@@ -179,7 +179,7 @@ def test_a_key_goes_to_the_server_and_nowhere_else(serve, scored, monkeypatch) -
 
 def test_a_server_that_is_not_there_or_has_another_model_stops_the_start(serve, scored) -> None:
     with pytest.raises(
-        ValueError, match=r"reward.server.url = http://127.0.0.1:9: no list of models"
+        ValueError, match=r"reward.server.url = http://127.0.0.1:9: no list of models at"
     ):
         scored("http://127.0.0.1:9", "a")
     server = serve(lambda text, count: (200, ""))
@@ -192,6 +192,7 @@ def test_a_server_that_is_not_there_or_has_another_model_stops_the_start(serve, 
     [
         (["reward=judge", "reward.server.template=x"], "no place for the response"),
         (["reward=judge", "reward.server.pattern=x"], "one pair of brackets"),
+        (["reward=judge", "reward.server.url=http://127.0.0.1:1@x"], r"reward\.server\.url"),
         (["reward=judge", "reward.server.pattern='('"], "not a regular expression"),
         (["reward=judge", "reward.server.max_score=null"], "kind judge: give pattern, max_score"),
         (["reward=model", "reward.server.max_tokens=3"], "kind model: set pattern, max_score"),
@@ -199,7 +200,7 @@ def test_a_server_that_is_not_there_or_has_another_model_stops_the_start(serve, 
     ],
 )
 def test_settings_of_one_kind_are_refused_with_the_other(words: list[str], says: str) -> None:
-    given = [*words, "reward.server.url=http://127.0.0.1:1", "reward.server.model=m", *PATHS]
+    given = ["reward.server.url=http://127.0.0.1:1", "reward.server.model=m", *words, *PATHS]
     with pytest.raises(ConfigError, match=says):
         validate(Config, compose("config", given), "the reward")
 
@@ -216,6 +217,18 @@ def test_a_verifier_beside_a_server_is_refused() -> None:
         build_reward(config)
 
 
+def test_a_slow_answer_costs_its_own_response_alone(serve, scored) -> None:
+    def rule(text: str, count: int) -> tuple[int, str]:
+        time.sleep(5 if "slow" in text else 0)
+        return 200, "SCORE: 10"
+
+    words = (*SHORT, "reward.function_timeout_s=2.0")
+    slow, again, good = scored(serve(rule).url, "slow", "slow", "good", words=words)
+    assert good.reward == 1 and good.problem is None
+    for late in (slow, again):
+        assert late.problem is not None and "no reward within 1.8 s" in late.problem
+
+
 def test_the_cache_has_a_bound(monkeypatch, serve) -> None:
     monkeypatch.setattr(served, "_MOST_CACHED", 2)
     server = serve(lambda text, count: (200, "SCORE: 10"))
@@ -224,7 +237,7 @@ def test_the_cache_has_a_bound(monkeypatch, serve) -> None:
     assert config is not None
 
     async def several() -> None:
-        reward = served.ServedReward(config)
+        reward = served.ServedReward(config, 60.0)
         for text in ("a", "b", "c", "c", "a"):
             await reward([Task("u", "2", "toy")], [text])
         await reward._client().close()
