@@ -226,8 +226,8 @@ def grouped_experts() -> Iterator[None]:
     """megatron's grouped experts on the layer above."""
     plain = model_room.layer_spec
 
-    def with_groups(*arguments: Any) -> Any:
-        spec = plain(*arguments)
+    def with_groups(*arguments: Any, **words: Any) -> Any:
+        spec = plain(*arguments, **words)
         linear = MLPSubmodules(linear_fc1=NumberedLinear, linear_fc2=NumberedLinear)
         for layer in spec.layer_specs:
             layer.submodules.mlp.submodules.experts = ModuleSpec(

@@ -1,7 +1,8 @@
+#!/usr/bin/env bash
 # Keys of verl's GRPO examples, with values of our own.
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
-    data.train_files=$DATA/train.parquet \
+    data.train_files="$DATA"/train.parquet \
     data.val_files=/data/test.parquet \
     data.train_batch_size=1024 \
     data.max_prompt_length=512 \
