@@ -57,8 +57,9 @@ TABLE: Mapping[str, Metric] = {
     "source/reissued_requests": Metric("the same: requests sent to another server", "requests"),
     "hook/": Metric("NAME/KEY: what the rollout hook NAME reports of the step"),
     "tokens/trained": Metric(
-        "sampled tokens in the loss of the step; with the four below all that were sampled (partial"
-        " rollouts: in the step that trains them)",
+        "sampled tokens in the loss of the step, those of overlong responses too; with the four"
+        " below all that were sampled (partial rollouts: in the step that trains them); those of"
+        " demonstrations are in none",
         "tokens",
     ),
     "tokens/filtered": Metric("of responses that a filter of the method leaves out", "tokens"),

@@ -126,6 +126,7 @@ def _step_metrics(
     experience: Experience, learned: dict[str, float], synced: SyncReport, clock: Clock
 ) -> dict[str, float]:
     num_tokens = int(experience.sequences.response_lengths.sum())
+    num_sampled = experience.responses.num_sampled_tokens
     num_left = sum(
         (experience.discarded_tokens, experience.dropped_tokens, experience.excluded_tokens)
     )
@@ -135,7 +136,7 @@ def _step_metrics(
         **sync_metrics(synced),
         **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         "throughput/response_tokens_per_s": num_tokens / clock.seconds["step"],
-        "throughput/discarded_tokens_share": num_left / (num_left + num_tokens),
+        "throughput/discarded_tokens_share": num_left / max(num_left + num_sampled, 1),
         "memory/rss_gib": resident_gib(),
         **synced.measured,
     }

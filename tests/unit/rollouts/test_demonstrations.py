@@ -107,6 +107,8 @@ def test_metrics_are_of_what_was_sampled(tmp_path) -> None:
     updated = trainer.learner.update(1, scored)
     assert updated["mismatch/logprob_abs_diff_max"] < 1e-6
     assert np.isfinite(list(updated.values())).all()
+    table = [value for key, value in updated.items() if key.startswith("tokens/")]
+    assert sum(table) == experience.responses.lengths[~given].sum(), "given tokens are in no row"
 
 
 def test_given_responses_teach(tmp_path) -> None:

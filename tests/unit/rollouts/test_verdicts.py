@@ -34,7 +34,7 @@ from tests.unit.trainer.runs import DISPLAY, WORLD, rows, samples, timeless
 
 NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 # They read of a pass what the bandit has not: images, a prompt's logprobs, other tokens'.
-NOT_OF_A_BANDIT = {"arm", "durian", "durian_perceptual", "simko"}
+NOT_OF_A_BANDIT = {"arm", "durian", "durian_perceptual", "score_centered", "simko"}
 NEEDS_A_LENGTH = {
     **{name: ["aggregate.norm_len=3"] for name in ("a_grae_dr_grpo", "dr_grpo", "siren")},
     "dapo": ["reward_shaping.overlong.max_tokens=4"],
@@ -244,6 +244,17 @@ def test_all_sampled_tokens_are_in_one_row_of_the_table(marked):
     for row in rows(trainer):
         share = 1 - row["tokens/trained"] / sum(row[f"tokens/{each}"] for each in reasons)
         assert row["throughput/discarded_tokens_share"] == pytest.approx(share, rel=1e-12)
+
+
+def test_overlong_responses_stay_in_the_loss(build):
+    """A penalty on their reward is all: their tokens are among those that are trained."""
+    trainer = build(
+        *("trainer.num_steps=1", "batch.responses_per_prompt=4"),
+        method_overrides=["reward_shaping.overlong={max_tokens: 2}"],
+    )
+    trainer.run()
+    (row,) = [one for one in rows(trainer) if one["step"]]
+    assert row["tokens/trained"] == 4 * 4 * 3 and row["tokens/filtered"] == 0
 
 
 class Counting(Answering):
