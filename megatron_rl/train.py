@@ -56,13 +56,15 @@ def run(options: argparse.Namespace) -> None:
     from megatron_rl.policy.hardware import this_machine
     from megatron_rl.run.hub import fetch_weights, with_model
 
+    given = config.model.path
     config = with_model(config, world)
     check(config, world.size, this_machine(), FAMILIES)
     from megatron_rl.planning.at_start import check_memory
     from megatron_rl.run.start import STACKS, finished_already, with_date
 
     check_memory(config, world)  # before gigabytes are downloaded for a model that does not fit
-    fetch_weights(config, world)
+    if config.model.path != given:  # of the hub; a folder that was given is taken as it is
+        fetch_weights(config, world)
     config = with_date(config, world)
     world.watch(config.trainer.stall_limit_s, Path(config.run_dir) / STACKS)
     if finished_already(config, world):

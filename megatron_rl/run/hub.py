@@ -71,6 +71,9 @@ def local_folder(path: str) -> str:
 def fetch_weights(config: Config, world: World) -> None:
     """Collective: downloads what of a model of the hub is not there yet, once on each machine.
 
+    Args:
+        config: from ``with_model``, where that has found a model of the hub.
+
     Raises:
         ValueError: the hub does not give it.
     """
@@ -85,8 +88,7 @@ def _named(path: str) -> re.Match[str] | None:
 def _on_each_machine(config: Config, world: World, patterns: Sequence[str]) -> None:
     """The first rank of a machine downloads, the others wait."""
     snapshot = _SNAPSHOT.search(config.model.path)
-    if snapshot is None:
-        return
+    assert snapshot is not None, "a folder of the library's cache"
     repo = f"{snapshot['owner']}/{snapshot['name']}"
     problem: ValueError | None = None
     if world.local_rank == 0:
