@@ -15,6 +15,7 @@ from megatron_rl.loss import Evidence, register_estimator, register_policy_loss,
 from megatron_rl.passes import Output, TokenScores
 from megatron_rl.signals import Signal, register_signal, signals_of
 from megatron_rl.types import Prompt
+from tests import zoo
 from tests.unit.trainer.runs import bandit_config
 
 pytestmark = pytest.mark.usefixtures("fresh_registries")
@@ -165,6 +166,7 @@ def test_statistics_of_old_logprobs_by_hand(build):
     ("method", "column"),
     [
         ("simko", "topk_logprobs"),
+        ("score_centered", "likely_logprobs"),
         ("siren", "peaks"),
         ("laser", "end_logprobs"),
         ("grpo", None),
@@ -189,3 +191,20 @@ def test_tokens_without_recorded_experts_refuse_router_replay(tmp_path: Path) ->
     signals_of(load_method("grpo")).check([], replay)
     with pytest.raises(ValueError, match="router_replay = old_policy: the method reads end_log"):
         signals_of(load_method("laser")).check([], replay)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["source=servers", "source.schedule=free"], "source.schedule = free: responses that are"),
+        (["source.partial.groups_in_flight=5"], "groups_in_flight: responses that are recorded"),
+        ([], "policy_loss.top_k: 129 tokens are read, and the model has 128"),
+    ],
+)
+def test_what_lacks_the_most_likely_tokens_is_refused(tmp_path: Path, words, says) -> None:
+    zoo.save_tiny_model("qwen2", tmp_path / "model")
+    top_k = ["policy_loss.top_k=2"] if words else ["policy_loss.top_k=128"]
+    model = [f"model.path={tmp_path}/model"]
+    config = bandit_config(tmp_path, ["method=score_centered", *model, *words])
+    with pytest.raises(ValueError, match=says):
+        signals_of(load_method("score_centered", top_k)).check([], config)
