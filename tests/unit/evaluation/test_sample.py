@@ -35,6 +35,12 @@ def test_a_run_gives_its_newest_checkpoint_else_its_export_and_its_settings(run)
     assert source.config.rollout.max_prompt_tokens == 9
 
 
+def test_a_run_may_be_asked_another_data_set(run):
+    found = find_sample(run, ["data=mathvista", "data.eval=testmini.parquet"], 1).config.data
+    assert found.columns.prompt == "query" and found.eval == "testmini.parquet"
+    assert found.train == ()
+
+
 def test_one_checkpoint_and_an_export_are_taken_with_the_settings_of_their_run(run):
     older = checkpoint(run, 10)
     checkpoint(run, 20)
