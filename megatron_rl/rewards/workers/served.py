@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -113,13 +114,16 @@ class ServedReward:
             return answer | {"server_tokens": 0.0, "server_tries": 0.0, "server_cached": 1.0}
         if len(self._asked) >= _MOST_CACHED:
             del self._asked[next(iter(self._asked))]
-        self._asked[text] = asyncio.create_task(self._ask(text))
-        try:
-            # A response that is late leaves the request to the others.
-            return await asyncio.shield(self._asked[text])
-        except Exception:
-            self._asked.pop(text, None)  # a failure is tried again when the text comes again
-            raise
+        request = asyncio.create_task(self._ask(text))
+        request.add_done_callback(partial(self._forget_failed, text))
+        self._asked[text] = request
+        # A response that is late leaves the request to the others.
+        return await asyncio.shield(request)
+
+    def _forget_failed(self, text: str, request: asyncio.Task[Reward]) -> None:
+        """So that it is asked again when the text comes again."""
+        if request.cancelled() or request.exception() is not None:
+            self._asked.pop(text, None)
 
     async def _ask(self, text: str) -> Reward:
         config = self._config

@@ -229,6 +229,29 @@ def test_a_slow_answer_costs_its_own_response_alone(serve, scored) -> None:
         assert late.problem is not None and "no reward within 1.8 s" in late.problem
 
 
+def test_a_request_that_fails_after_its_response_was_late_is_made_again(serve) -> None:
+    def rule(text: str, count: int) -> tuple[int, str]:
+        time.sleep(0.5 if count == 1 else 0)
+        return (400 if count == 1 else 200), "SCORE: 10"
+
+    server = serve(rule)
+    given = [*SHORT, f"reward.server.url={server.url}", "reward.server.model=m", *PATHS]
+    config = validate(Config, compose("config", given), "").reward.server
+    assert config is not None
+
+    async def twice() -> list[Any]:
+        reward = served.ServedReward(config, 0.2)
+        (late,) = await reward([Task("u", "2", "toy")], ["a"])
+        await asyncio.sleep(1)
+        (again,) = await reward([Task("u", "2", "toy")], ["a"])
+        await reward._client().close()
+        return [late, again]
+
+    late, again = asyncio.run(twice())
+    assert "no reward within" in str(late) and again["reward"] == 1
+    assert len(server.asked) == 2
+
+
 def test_the_cache_has_a_bound(monkeypatch, serve) -> None:
     monkeypatch.setattr(served, "_MOST_CACHED", 2)
     server = serve(lambda text, count: (200, "SCORE: 10"))
