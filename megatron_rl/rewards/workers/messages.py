@@ -12,7 +12,6 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.reward_server import RewardServerConfig
 from megatron_rl.errors import first_line
 from megatron_rl.rewards.base import Options
 
@@ -36,7 +35,7 @@ class WorkerSetup:
     answer_pattern: str | None
     format_pattern: str | None
     function: str | None
-    server: RewardServerConfig | None = None
+    server: Any = None  # a RewardServerConfig, or None; its imports are not for every worker
     server_limit_s: float = 0.0  # of a call
 
     @property
