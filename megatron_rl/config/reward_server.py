@@ -43,15 +43,18 @@ class RewardServerConfig(Piece):
                 "kind judge: give pattern, max_score, temperature and max_tokens, and set"
                 " correct_above to null"
             )
-        elif _num_groups(str(self.pattern)) != 1:
+        elif num_groups("pattern", str(self.pattern)) != 1:
             raise ValueError(
                 f"pattern = {self.pattern!r}: put one pair of brackets around the score"
             )
         return self
 
 
-def _num_groups(pattern: str) -> int:
+def num_groups(key: str, pattern: str) -> int:
+    """Groups of the regular expression. Raises ValueError when it is none."""
     try:
         return re.compile(pattern).groups
     except re.error as error:
-        raise ValueError(f"pattern = {pattern!r}: not a regular expression ({error})") from error
+        raise ValueError(
+            f"{key} = {pattern!r}: not a regular expression ({error}); correct it"
+        ) from error

@@ -6,13 +6,13 @@ Accuracy is given by a verifier or the user's function, format by a regular expr
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
+from megatron_rl.config.reward_server import num_groups
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.base import Options, Task, Verdict, Verifier
@@ -314,8 +314,10 @@ def build_reward(
         ValueError: an unknown verifier, a pattern that is not a regular expression or lacks its
             group, a format weight without a pattern, keys that exclude each other.
     """
-    _num_groups("format_pattern", config.format_pattern)
-    if _num_groups("answer_pattern", config.answer_pattern) == 0:
+    if config.format_pattern is not None:
+        num_groups("reward.format_pattern", config.format_pattern)
+    answer = config.answer_pattern
+    if answer is not None and num_groups("reward.answer_pattern", answer) == 0:
         raise ValueError(
             f"reward.answer_pattern = {config.answer_pattern!r}: has no group; put brackets around"
             " the answer"
@@ -348,15 +350,3 @@ def _check_place_of_verifier(config: RewardConfig) -> None:
         raise ValueError(
             f"{key}: is given whole responses; remove reward.answer_pattern and cut them there"
         )
-
-
-def _num_groups(key: str, pattern: str | None) -> int | None:
-    """Groups of the regular expression; None without one. Raises ValueError when it is none."""
-    if pattern is None:
-        return None
-    try:
-        return re.compile(pattern, re.DOTALL).groups
-    except re.error as error:
-        raise ValueError(
-            f"reward.{key} = {pattern!r}: not a regular expression ({error}); correct it"
-        ) from error
