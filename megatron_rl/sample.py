@@ -58,7 +58,9 @@ def run(options: argparse.Namespace) -> None:
     load_plugins(options.plugin)
     from megatron_rl.evaluation.sample import answers, find_sample
 
-    sample = find_sample(options.source, [*options.overrides, *_settings(options)], world.size)
+    overrides = [*options.overrides, *_settings(options)]
+    # Once: of the hub it is a download.
+    sample = world.from_main(lambda: find_sample(options.source, overrides, world.size))
     text = answers(sample, options.prompt, world)
     if world.is_main:
         print(text, flush=True)

@@ -193,6 +193,7 @@ def change_values(values: dict[str, Any], texts: Sequence[str]) -> None:
     if groups:
         composed = compose("config", groups)
         values |= {key: composed[key] for key in (text.partition("=")[0] for text in groups)}
+        values["data"].setdefault("train", [])  # of an option of data, which names none
     for text in texts:
         if text not in groups:
             _change_value(values, text)

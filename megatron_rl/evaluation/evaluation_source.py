@@ -156,7 +156,6 @@ def find_evaluation(
         )
     values = values_of_run(run)
     change_values(values, overrides)
-    values["data"].setdefault("train", [])  # data=OPTION names none
     weights = _chosen(run, steps or "last", Path(_valid(values).model.path))
     return Evaluation(values, weights, out or run / EVALUATION)
 

@@ -79,7 +79,6 @@ def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evalua
     if not weights.is_checkpoint:
         values["model"]["path"] = str(found)
     change_values(values, overrides)
-    values["data"].setdefault("train", [])  # data=OPTION names none
     evaluation = values["evaluation"]
     evaluation["pass_at"] = []
     given = any(text.startswith("evaluation.temperature=") for text in overrides)

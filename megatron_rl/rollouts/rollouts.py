@@ -63,22 +63,15 @@ class SampledStep(NamedTuple):
         ]
         return cls(summary, prompts, completions, refused)
 
-    def responses(
-        self,
-        rank: int,
-        *,
-        with_versions: bool,
-        num_kept: int = 0,
-        num_likely: int = 0,
-        expert_width: int = 0,
-    ) -> Responses:
-        """As rows. ``with_versions``: adds a column with the version of each token; the others, as
-        their sampling has them: the tokens that the sampler kept, those that were most likely to
-        it, and the experts."""
+    def responses(self, rank: int, sampling: Sampling, *, with_versions: bool) -> Responses:
+        """As rows, with what ``sampling`` wants beside the sampled tokens. ``with_versions``: adds
+        a column with the version of each token."""
         answers = self.summary.answers
         holders = np.array([answer.holder for answer in answers], dtype=np.int64)
         rows = np.flatnonzero(holders == rank)
-        tokens = token_rows(rows, self.completions, num_kept=num_kept, num_likely=num_likely)
+        tokens = token_rows(
+            rows, self.completions, num_kept=sampling.num_kept, num_likely=sampling.num_likely
+        )
         if with_versions:
             columns = {**tokens.columns, "weight_versions": token_versions(self.completions)}
             tokens = replace(tokens, columns=columns)
@@ -86,9 +79,9 @@ class SampledStep(NamedTuple):
         versions = [answer.spans[0].version for answer in answers]
         prompts = [prompt for prompt in self.prompts for _ in range(size)]
         experts = None
-        if expert_width:
+        if sampling.expert_width:
             here = [prompts[row] for row in rows]
-            experts = expert_rows(rows, self.completions, here, expert_width)
+            experts = expert_rows(rows, self.completions, here, sampling.expert_width)
         return Responses(
             prompts=prompts,
             group_ids=np.repeat(np.arange(len(self.prompts)), size),
@@ -235,13 +228,8 @@ class Rollouts:
         return self._responses(sampled, sampling)
 
     def _responses(self, sampled: SampledStep, sampling: Sampling) -> Responses:
-        return sampled.responses(
-            self.world.rank,
-            with_versions=self.engines.has_versions,
-            num_kept=sampling.num_kept,
-            num_likely=sampling.num_likely,
-            expert_width=sampling.expert_width,
-        )
+        with_versions = self.engines.has_versions
+        return sampled.responses(self.world.rank, sampling, with_versions=with_versions)
 
     def training(self) -> AbstractContextManager[None]:
         """See protocols.RolloutSource, as are the methods below."""

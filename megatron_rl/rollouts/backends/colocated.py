@@ -266,7 +266,7 @@ class LaunchSampler:
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
         """Collective. ``sampling.num_responses`` scored responses for each prompt."""
         sampled = self.backend.answers(answers_to(prompts, sampling), what, Clock())
-        return sampled.responses(self.world.rank, with_versions=False)
+        return sampled.responses(self.world.rank, sampling, with_versions=False)
 
     def shown(self, responses: Responses, rows: RowNumbers) -> list[Response] | None:
         """Collective: see ``exchange.on_main``."""
