@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     from megatron_rl.evaluation.sample import answers, find_sample
 
     overrides = [*options.overrides, *_settings(options)]
-    # Once: of the hub it is a download.
+    # On one rank: a model id of the hub is downloaded.
     sample = world.from_main(lambda: find_sample(options.source, overrides, world.size))
     text = answers(sample, options.prompt, world)
     if world.is_main:

@@ -193,7 +193,8 @@ def change_values(values: dict[str, Any], texts: Sequence[str]) -> None:
     if groups:
         composed = compose("config", groups)
         values |= {key: composed[key] for key in (text.partition("=")[0] for text in groups)}
-        values["data"].setdefault("train", [])  # of an option of data, which names none
+        # Options of data that are evaluations alone (conf/data/mathvista.yaml) have no train.
+        values["data"].setdefault("train", [])
     for text in texts:
         if text not in groups:
             _change_value(values, text)
