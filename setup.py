@@ -5,6 +5,8 @@ records the whole tested CPU set.
 code that the tests run without one.
 """
 
+import re
+import subprocess
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -34,7 +36,6 @@ REQUIRED = [
     "matplotlib",
     "markdown-it-py>=3",
     "tensorboard",
-    "wandb",
     # regular expressions in linear time, for responses that are made to defeat the other kind
     "google-re2>=1.1",
     # Hydra pins antlr 4.9.3, so the extra of that name is the only one that installs beside it.
@@ -86,12 +87,18 @@ EXTRAS = {
     # Data sets of the hub and of local folders: data.train=hf:NAME:SPLIT. Since version 4 no code
     # of a data set is run.
     "datasets": ["datasets>=4"],
+    # Trackers of experiments beside TensorBoard: logging.trackers=[NAME].
+    "wandb": ["wandb"],
+    "mlflow": ["mlflow>=3.1"],
+    "trackio": ["trackio>=0.43"],
+    "swanlab": ["swanlab>=0.10"],
     # The scanned digits of tools/make_vision_tasks.py.
     "vision": ["scikit-learn>=1.5"],
     # The site of the documentation, tools/docs/build.py.
     "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
     "test": [
         "datasets>=4",
+        "wandb",
         "mkdocs-material>=9.5",
         "mkdocstrings[python]>=0.27",
         "scikit-learn>=1.5",
@@ -109,6 +116,25 @@ EXTRAS = {
     ],
 }
 
+
+def version() -> str:
+    """Of the newest tag v*, three commits behind it 0.2.0.post3; else that of the source archive,
+    else the one below."""
+    found = "0.1.0"
+    archive = HERE / "PKG-INFO"
+    if archive.is_file():
+        found = re.findall(r"^Version: (.+)$", archive.read_text(encoding="utf-8"), re.MULTILINE)[0]
+    if (HERE / ".git").exists():  # else git would answer for a repository around this folder
+        words = ["git", "-C", str(HERE), "describe", "--tags", "--match", "v[0-9]*"]
+        try:
+            tag = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+        except FileNotFoundError:  # no git
+            tag = ""
+        number, *behind = tag.removeprefix("v").split("-")
+        found = f"{number}.post{behind[0]}" if behind else number or found
+    return found
+
+
 # conf/ lies at the top of the repository, where a reader looks for it, and is installed as the
 # package megatron_rl.conf.
 CONF_FILES = [
@@ -117,7 +143,7 @@ CONF_FILES = [
 
 setup(
     name="megatron_rl",
-    version="0.1.0",
+    version=version(),
     description=(
         "Reinforcement learning with verifiable rewards on Megatron-Core policies and vLLM rollouts"
     ),

@@ -197,7 +197,10 @@ def new_schema(
             raise RegistrationError(
                 f"{subject}: knob {knob.name} has no type; write {knob.name}: float, for example"
             )
-        _check_knob_name(subject, knob.name)
+        reserved = hasattr(BaseModel, knob.name) or knob.name in {"name", "knobs"}
+        if reserved or knob.name.startswith(("model_", "_")):
+            problem = f"a knob cannot be called {knob.name}; give it another name"
+            raise RegistrationError(f"{subject}: {problem}")
         default = ... if knob.default is knob.empty else knob.default
         fields[knob.name] = (types[knob.name], default)
     title = name.title().replace("_", "")
@@ -222,12 +225,6 @@ def _check_name(table: Choices, name: str) -> None:
         built_in = owner.startswith("megatron_rl.")
         whose = "a built-in" if built_in else f"already registered by {owner}"
         raise RegistrationError(f"{kind} {name!r} is {whose}; give yours another name")
-
-
-def _check_knob_name(subject: str, knob: str) -> None:
-    reserved = hasattr(BaseModel, knob) or knob in {"name", "knobs"}
-    if reserved or knob.startswith(("model_", "_")):
-        raise RegistrationError(f"{subject}: a knob cannot be called {knob}; give it another name")
 
 
 class _Declared(Named):

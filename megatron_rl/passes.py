@@ -59,6 +59,8 @@ class Output:
 Outputs = Sequence[Output]
 # Not of response tokens alone.
 PROMPT_LOGPROBS = "prompt_logprobs"
+# Several of each token; a pass that only scores is told how many by the output's value.
+LIKELY = "likely_logprobs"
 EXPERTS = "experts"
 
 

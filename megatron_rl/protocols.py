@@ -192,6 +192,16 @@ class Policy(Protocol):
         """Collective: a HF directory (config, safetensors, tokenizer files)."""
 
 
+class Teacher(Protocol):
+    """A frozen model that the policy learns from."""
+
+    def teaches(self, source: str) -> bool:
+        """Whether it is asked about responses to prompts of this ``data_source``."""
+
+    def score(self, batch: LocalBatch, outputs: Outputs = ()) -> TokenScores:
+        """Collective: as ``Policy.score``, of this model."""
+
+
 class CheckedWeights(Protocol):
     """What a source asks of the policy before it publishes its weights."""
 

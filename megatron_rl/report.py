@@ -1,11 +1,11 @@
 """A comparison of runs: one page with tables, curves and samples.
 
-    python -m megatron_rl.report runs/ablation --out runs/ablation/report
+    python -m megatron_rl.report runs/ablation
     python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo
 
 Every run below the folders is found. Runs that differ in their seed alone form a variant, and
-variants are compared with the baseline over common seeds. --out gets report.md, its figures, and
-index.html: the same page as one file.
+variants are compared with the baseline over common seeds. The folder of the report, DIR/report
+without --out, gets report.md, its figures, and index.html: the same page as one file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="DIR", help="holds runs, at any depth")
-    out = "is made; gets the report"
-    add("--out", type=Path, required=True, metavar="FOLDER", help=out)
+    out = "is made; gets the report (default: report in the first DIR)"
+    add("--out", type=Path, metavar="FOLDER", help=out)
     baseline = "what the others are compared with (default: method grpo, else the first variant)"
     add("--baseline", metavar="LABEL", help=baseline)
     metric = f"keys of metrics.jsonl to compare by, a table each (default {DEFAULT_METRIC})"
@@ -71,18 +71,19 @@ def run(options: argparse.Namespace) -> str:
     keys = {key for run in found.runs for row in (*run.rows, *run.evaluation) for key in row}
     metrics = _metrics(options.metric, keys)
     links = not options.no_links
+    out = options.out or options.folders[0] / "report"
     title = options.title or " + ".join(folder.resolve().name for folder in options.folders)
     try:
         summary, notes = write_report(
-            variants, metrics, options.out, title=title, problems=found.problems, with_links=links
+            variants, metrics, out, title=title, problems=found.problems, with_links=links
         )
     except OSError as error:
         raise ValueError(
-            f"--out {options.out}: cannot be written ({error.strerror}: {error.filename}); give a "
+            f"--out {out}: cannot be written ({error.strerror}: {error.filename}); give a "
             "folder that can be"
         ) from None
     lines = [summary, *(f"note: {note}" for note in notes)]
-    return "\n".join([*lines, f"wrote {options.out / HTML} and {options.out / MARKDOWN}"])
+    return "\n".join([*lines, f"wrote {out / HTML} and {out / MARKDOWN}"])
 
 
 def _metrics(wanted: Sequence[str], present: set[str]) -> list[str]:

@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
     config = with_model(config, world)
     check(config, world.size, this_machine(), FAMILIES)
     from megatron_rl.planning.at_start import check_memory
+    from megatron_rl.run.push import push_export
     from megatron_rl.run.start import STACKS, finished_already, with_date
 
     check_memory(config, world)  # before gigabytes are downloaded for a model that does not fit
@@ -67,12 +68,12 @@ def run(options: argparse.Namespace) -> None:
         fetch_weights(config, world)
     config = with_date(config, world)
     world.watch(config.trainer.stall_limit_s, Path(config.run_dir) / STACKS)
-    if finished_already(config, world):
-        return
-    from megatron_rl.runtime.display import Display
-    from megatron_rl.trainer.build import build_trainer
+    if not finished_already(config, world):
+        from megatron_rl.runtime.display import Display
+        from megatron_rl.trainer.build import build_trainer
 
-    build_trainer(config, world, Display(shown=world.is_main)).run()
+        build_trainer(config, world, Display(shown=world.is_main)).run()
+    push_export(config, world)
 
 
 if __name__ == "__main__":

@@ -126,10 +126,24 @@ class Sampling:
 
 class VersionSpan(NamedTuple):
     """Tokens of a response up to ``end``, from the end of the span before, were sampled with the
-    weights ``version``."""
+    weights ``version``; ``APPENDED``: by none, an environment has given them."""
 
     version: int
     end: int
+
+
+APPENDED = -3  # in place of the version of the weights that sampled a token
+
+
+def num_appended(spans: Sequence[VersionSpan]) -> int:
+    """Tokens that an environment has appended. Example: one of the spans ``((4, 2), (APPENDED,
+    3))``."""
+    starts = [0, *(span.end for span in spans)]
+    return sum(
+        span.end - start
+        for span, start in zip(spans, starts, strict=False)
+        if span.version == APPENDED
+    )
 
 
 # Fields of ``Completion`` with several places a token: their type, and what free places hold.
@@ -145,15 +159,14 @@ class Completion:
     """One sampled response. ``token_ids`` ends with the stop token when there is one.
 
     Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token takes 8
-    bytes and no Python object. ``spans``: which weights sampled which tokens, in their order; not
-    given, one span of ``weight_version``. ``sampled``: which tokens the engine drew, where an
-    environment has appended others (those count in no loss, mean or check); None: all. ``kept``:
-    the ids that the sampler kept for each token, ``Sampling.num_kept`` places a token, -1 in free
-    ones; None: the whole vocabulary. ``likely`` and ``sampler_likely_logprobs``: the ids that were
-    most likely to the sampler, whatever it drew, and their logprobs, ``Sampling.num_likely`` places
-    a token, -1 and -inf in free ones; None: nothing is known of them. ``experts``: of all tokens of
-    its prompt and its own, those that the engine's routers chose, see ``models.experts``; None:
-    nothing is known of them.
+    bytes and no Python object. ``spans``: which weights sampled which tokens, in their order, and
+    which an environment has appended (those count in no loss, mean or check); not given, one span
+    of ``weight_version``. ``kept``: the ids that the sampler kept for each token,
+    ``Sampling.num_kept`` places a token, -1 in free ones; None: the whole vocabulary. ``likely``
+    and ``sampler_likely_logprobs``: the ids that were most likely to the sampler, whatever it drew,
+    and their logprobs, ``Sampling.num_likely`` places a token, -1 and -inf in free ones; None:
+    nothing is known of them. ``experts``: of all tokens of its prompt and its own, those that the
+    engine's routers chose, see ``models.experts``; None: nothing is known of them.
 
     Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``, whose spans
     are ``(VersionSpan(4, end=2),)``.
@@ -164,11 +177,15 @@ class Completion:
     truncated: bool  # cut by the length limit, not by a stop condition
     weight_version: int  # of its first token, hence the oldest
     spans: tuple[VersionSpan, ...] = ()
-    sampled: Sequence[bool] | None = None
     kept: Sequence[int] | None = None  # array("i")
     likely: Sequence[int] | None = None  # array("i")
     sampler_likely_logprobs: Sequence[float] | None = None  # array("f")
     experts: UInt8[np.ndarray, "all_tokens width"] | None = field(default=None, compare=False)
+
+    @property
+    def num_sampled(self) -> int:
+        """Its tokens without what an environment has appended."""
+        return len(self.token_ids) - num_appended(self.spans)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", _packed("i", self.token_ids))
@@ -194,7 +211,8 @@ class Score:
 
     The total reward, whether the *accuracy* reward is 1, the parts before weighting, and the answer
     that was judged, see ``rewards.base.Verdict``. ``problem``: why there is no verdict; the
-    response then takes part in nothing (``reward.on_problem=exclude``).
+    response then takes part in nothing (``reward.on_problem=exclude``). ``environment``: facts of a
+    response with several turns, logged as ``environment/``.
     Example: ``Score(reward=1.5, correct=True, parts={"accuracy": 1.0, "format": 1.0})``.
     """
 
@@ -203,6 +221,7 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     extracted: str | None = None
     problem: str | None = None
+    environment: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sequences:

@@ -3,7 +3,9 @@ annotated signatures."""
 
 import gc
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,19 @@ assert not [name for name in sys.modules if name.startswith(TYPED_MODULES)], (
     "imported before their annotations could be checked"
 )
 install_import_hook(TYPED_MODULES, "beartype.beartype")
+
+
+@pytest.fixture
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of ``DISK_SIZE`` of the test's module."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    size = f"size={request.module.DISK_SIZE}"
+    mount = ["mount", "-t", "tmpfs", "-o", size, "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 # Millions of objects that live as long as the session, of the libraries and of the tests: no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -25,6 +26,8 @@ class Hub:
         fault: ``missing``, ``denied``, ``gated``, ``busy`` (503), ``cut`` (half of a body) or
             ``changed`` (a body with other bytes).
         asked: paths of the requests for files.
+        pushed: files that were uploaded to a repository, by their names there, and its visibility.
+        tokens: what the uploads said who they are.
     """
 
     commits: dict[str, dict[str, bytes]]
@@ -32,6 +35,10 @@ class Hub:
     fault: str = ""
     url: str = ""
     asked: list[str] = field(default_factory=list)
+    pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    visibility: dict[str, str] = field(default_factory=dict)
+    large: dict[str, bytes] = field(default_factory=dict)
+    tokens: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -63,6 +70,62 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith(f"/{REPO}/resolve/"):
             return self._file(*path.removeprefix(f"/{REPO}/resolve/").split("/", 1))
         return self._answer(404, code="RepoNotFound")
+
+    def do_POST(self) -> None:
+        """What an upload asks, in the order in which it does."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        hub = self.hub
+        self.close_connection = True
+        statuses = {"denied": 401, "missing": 404, "busy": 503}
+        if hub.fault in statuses:
+            return self._answer(statuses[hub.fault])
+        hub.tokens.add(self.headers["Authorization"] or "")
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            repo = f"{asked['organization']}/{asked['name']}"
+            exists = repo in hub.pushed
+            hub.pushed.setdefault(repo, {})
+            hub.visibility.setdefault(repo, asked["visibility"])
+            about = {"url": f"{hub.url}/{repo}", "name": repo}
+            return self._answer(409 if exists else 200, json.dumps(about).encode())
+        if self.path == "/api/validate-yaml":
+            return self._answer(200, b'{"errors": [], "warnings": []}')
+        if self.path.endswith("/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for one in objects:
+                one["actions"] = {"upload": {"href": f"{hub.url}/large/{one['oid']}"}}
+            answer = json.dumps({"objects": objects}).encode()
+            return self._answer(200, answer, is_cut=hub.fault == "cut")
+        if "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            for file in files:
+                is_large = file["path"].endswith(".safetensors")
+                file |= {"uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
+            return self._answer(200, json.dumps({"files": files}).encode())
+        if "/commit/" in self.path:
+            repo = self.path.removeprefix("/api/models/").partition("/commit/")[0]
+            for line in body.splitlines():
+                row = json.loads(line)
+                value = row["value"]
+                if row["key"] == "file":
+                    hub.pushed[repo][value["path"]] = base64.b64decode(value["content"])
+                if row["key"] == "lfsFile":
+                    hub.pushed[repo][value["path"]] = hub.large[value["oid"]]
+            about = {"commitUrl": f"{hub.url}/{repo}/commit/{COMMIT}", "commitOid": COMMIT}
+            return self._answer(200, json.dumps(about).encode())
+        return self._answer(404)
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.hub.fault == "busy file":
+            return self._answer(503)
+        name = self.path.removeprefix("/large/")
+        if self.hub.fault == "changed":
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        if _digest(body) != name:
+            return self._answer(422, b"other bytes than announced")
+        self.hub.large[name] = body
+        return self._answer(200)
 
     def _describe(self, path: str) -> None:
         faults = {
@@ -119,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         if code:
             self.send_header("X-Error-Code", code)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if is_cut else body)
         self.close_connection = True
 

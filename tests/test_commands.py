@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,7 @@ def place(tmp_path_factory) -> Path:
     write_model(folder / "letters")
     rows = [
         {"prompt": letter, "answer": letter, "data_source": "letters", "extra": {"n": 1}}
+        | {"response": letter}
         for letter in LETTERS
     ]
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -189,10 +190,10 @@ def full_place(place) -> Path:
     (place / "images.jsonl").write_text(json.dumps(row) + "\n")
     start(place, MAKER, LONG[MAKER])
     (place / "toy").symlink_to(place / "new" / "model")
-    digest = hashlib.sha256((REPO / "tools/make_toy_model.py").read_bytes()).hexdigest()[:12]
     (view / ".work").mkdir()
-    (view / ".work" / f"toy_model-{digest}").symlink_to(place / "toy")
+    linked(place, f"toy_model-{digest_of(['make_toy_model'])}", place / "toy")
     make_vision(place)
+    make_tools(place)
     return place
 
 
@@ -207,9 +208,25 @@ def make_vision(place: Path) -> None:
     ):
         start(place, text, Run())
     names = ("make_vision_tasks", "make_toy_vision_model", "make_toy_model")
+    linked(place, f"toy_vision-{digest_of(names)}", folder)
+
+
+def make_tools(place: Path) -> None:
+    """Toy model of examples/tools_cpu, less trained than by its run.sh."""
+    maker = f"{place}/repository/.venv/bin/python tools/make_toy_tools_model.py"
+    start(place, f"{maker} --out {place}/calling --steps 2", Run())
+    names = ("make_toy_tools_model", "make_toy_model")
+    linked(place, f"toy_tools_model-{digest_of(names)}", place / "calling")
+
+
+def digest_of(names: Sequence[str]) -> str:
+    """As in the name of a model that a toy.sh keeps: of its makers."""
     makers = b"".join((REPO / f"tools/{name}.py").read_bytes() for name in names)
-    digest = hashlib.sha256(makers).hexdigest()[:12]
-    (place / "repository/.work" / f"toy_vision-{digest}").symlink_to(folder)
+    return hashlib.sha256(makers).hexdigest()[:12]
+
+
+def linked(place: Path, name: str, folder: Path) -> None:
+    (place / "repository/.work" / name).symlink_to(folder)
 
 
 def environment(place: Path) -> dict[str, str]:

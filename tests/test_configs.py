@@ -30,7 +30,9 @@ EXPERIMENTS = {  # name -> (processes, shape of the model it is for)
     "geo3k_durian": (8, QWEN2_5_VL_7B),
     "quickstart_cpu": (2, TOY),
     "servers_cpu": (2, TOY),
+    "tools_cpu": (2, TOY),
     "vision_cpu": (2, TOY),
+    "warm_start": (8, QWEN2_5_7B),
 }
 
 
@@ -51,6 +53,8 @@ def test_every_experiment_is_listed_here():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_pass_the_start_up_checks(name, paths, tmp_path):
     processes, shape = EXPERIMENTS[name]
+    if name == "warm_start":
+        paths = [paths[0], f"warm_start.data={tmp_path}/rows.jsonl", paths[2]]
     (tmp_path / "config.json").write_text(json.dumps(shape))
     config = validate(Config, compose("config", [f"experiment={name}", *paths]), name)
     check(config, processes)

@@ -16,7 +16,7 @@ PACKAGE = REPO / "megatron_rl"
 # import each other. The schema of a method stands with its functions, so the loss is below config.
 LAYERS = (
     {"train"},  # starts a sweep where --multirun says so
-    {"sweep", "report", "sample", "evaluate", "serve", "vllm_plugin"},
+    {"sweep", "report", "sample", "evaluate", "serve", "watch", "vllm_plugin"},
     {"sweeping"},
     {"trainer"},
     {"evaluation"},

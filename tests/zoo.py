@@ -209,6 +209,7 @@ def build_policy(
     make_vocab_divisible_by: int = 64,
     freeze_vision: bool = False,
     lora: dict[str, Any] | None = None,
+    teacher: dict[str, str] | None = None,
     **settings: Any,
 ) -> MegatronPolicy:
     """The policy of a HF directory; ``layout``: what differs from one rank. ``settings`` may hold
@@ -222,6 +223,7 @@ def build_policy(
         make_vocab_divisible_by=make_vocab_divisible_by,
         freeze_vision=freeze_vision,
         lora=lora or {},
+        teacher=teacher,
     )
     run: Any = SimpleNamespace(
         model=model,

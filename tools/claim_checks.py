@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_rl.reporting.intervals import Interval, bootstrap, student
+from megatron_rl.reporting.intervals import Interval, student
 
 Verdict = Literal["reproduced", "not reproduced", "inconclusive"]
 Steps = Mapping[int, float]  # of one metric of a run
@@ -106,13 +106,11 @@ class Claim(Strict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs say of a check. ``student`` decides; the bootstrap is too narrow for a handful
-    of seeds."""
+    """What the runs say of a check."""
 
     check: Check
     seeds: tuple[int, ...]
     student: Interval
-    bootstrap: Interval
     verdict: Verdict
 
 
@@ -135,7 +133,7 @@ def outcome(check: Check, runs: Runs) -> Outcome:
         of_first, of_second = [_of_seed(cell, seed, check, runs) for cell in check.pair]
         differences.append(of_first - of_second)
     interval = student(differences)
-    return Outcome(check, seeds, interval, bootstrap(differences), verdict(check, interval))
+    return Outcome(check, seeds, interval, verdict(check, interval))
 
 
 def _of_seed(cell: str, seed: int, check: Check, runs: Runs) -> float:

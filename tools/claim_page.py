@@ -117,13 +117,12 @@ def _wall(rows: Sequence[dict[str, Any]]) -> str:
 
 def _checks(outcomes: Sequence[Outcome]) -> list[str]:
     lines = [
-        "| check | difference | Student, 95 % | bootstrap, 95 % | verdict |",
-        "|---|---|---|---|---|",
+        "| check | difference | 95 % | verdict |",
+        "|---|---|---|---|",
     ]
     for one in outcomes:
         mean = f"{one.student.mean:+.4f}"
-        both = f"{bounds(one.student)} | {bounds(one.bootstrap)}"
-        lines.append(f"| {one.check.text} | {mean} | {both} | {one.verdict} |")
+        lines.append(f"| {one.check.text} | {mean} | {bounds(one.student)} | {one.verdict} |")
     return lines
 
 

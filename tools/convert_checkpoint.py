@@ -210,42 +210,28 @@ def convert(options: argparse.Namespace) -> str:
     with concerning(str(target), "choose a place where files can be written", (OSError,)):
         partial = directory.begin(target)  # now, and not after reading for hours
     try:
+        cut = "a file is damaged or cut off; compare its size with the original"
+        index = "config.json or the index of the weights is damaged"
+        free_mib = shutil.disk_usage(partial).free >> 20
+        full = (
+            "a file of the source is damaged, or the disk of the target is full"
+            f" ({free_mib} MiB were free at the start)"
+        )
+        others = (RuntimeError, EOFError, pickle.UnpicklingError)
         with (
-            concerning(
-                str(source),
-                "a file is damaged or cut off; compare its size with the original",
-                (SafetensorError,),
-            ),
-            concerning(
-                str(source),
-                "config.json or the index of the weights is damaged",
-                (json.JSONDecodeError,),
-            ),
-            concerning(
-                f"{source} to {target}",
-                "a file of the source is damaged, or the disk of the target is full"
-                f" ({_free_mib(partial)} MiB were free at the start)",
-                (RuntimeError, EOFError, pickle.UnpicklingError),
-            ),
+            concerning(str(source), cut, (SafetensorError,)),
+            concerning(str(source), index, (json.JSONDecodeError,)),
+            concerning(f"{source} to {target}", full, others),
         ):
             if options.command == "to-hf":
-                max_file_bytes = int(options.max_file_gb * 10**9)
-                return to_hf(
-                    source,
-                    target,
-                    options.config,
-                    max_file_bytes,
-                    allow_pickle=options.allow_pickle,
-                )
+                size = int(options.max_file_gb * 10**9)
+                pickled = options.allow_pickle
+                return to_hf(source, target, options.config, size, allow_pickle=pickled)
             write = to_megatron if options.command == "to-megatron" else to_nemo
             return write(source, target)
     finally:
         if partial.exists():
             shutil.rmtree(partial)
-
-
-def _free_mib(folder: Path) -> int:
-    return shutil.disk_usage(folder).free >> 20
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -9,7 +9,6 @@ RUN is the folder of a run that has an export. Writes RUN/answers.png.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.run.start import values_of_run
 from megatron_rl.types import Prompt
 
 PROMPTS_PER_SOURCE = 3
@@ -100,9 +100,7 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path)
     run = parser.parse_args().run
-    values = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    known = {key: values[key] for key in Config.model_fields if key in values}
-    config = validate(Config, known, str(run / "config.json"))
+    config = validate(Config, values_of_run(run), str(run / "config.json"))
     path = Path(config.model.path)
     tokenizer = load_tokenizer(path)
     vision = VisionProcessor(path, config.data.min_pixels, config.data.max_pixels)

@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -78,9 +79,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_untrained(path: Path, questions: list[str], options: argparse.Namespace) -> None:
-    """A directory with random weights."""
-    make_tokenizer(questions, SEEING, CHAT_TEMPLATE).save_pretrained(path)
+def write_untrained(
+    path: Path, questions: list[str], options: argparse.Namespace, wordings: Sequence[str] = ()
+) -> None:
+    """A directory with random weights. ``wordings``: texts of one token each."""
+    make_tokenizer(questions, SEEING, CHAT_TEMPLATE, wordings).save_pretrained(path)
     tokenizer = load_tokenizer(path)
     torch.manual_seed(options.seed)
     model = Qwen2_5_VLForConditionalGeneration(model_config(tokenizer, options))

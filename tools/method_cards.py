@@ -171,6 +171,8 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
             "topk_logprobs": -ones[:, None],
             "likely_logprobs": -ones[:, None],
             "sampler_likely_logprobs": -ones[:, None],
+            "teacher_likely_logprobs": -ones[:, None],
+            "teacher_logprobs": -ones,
             "is_argmax": correct,
             "nucleus_entropy": ones,
             "masked_logprobs": -2 * ones,

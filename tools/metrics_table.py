@@ -15,21 +15,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.reporting.metrics import as_markdown
+from megatron_rl.reporting.metrics import TABLE
 
 PAGE = Path(__file__).resolve().parents[1] / "examples" / "metrics.md"
 HEAD = """# Metrics
 
-Every key of `metrics.jsonl`, which has one object a step; TensorBoard and wandb get the same. `...`
-stands for what follows a prefix. A value that is not finite is `null`. The keys of `credit/`,
-`loss/`, `policy/` and `kl/` that a method reports are listed on its [card](methods/README.md).
+Every key of `metrics.jsonl`, which has one object a step;
+[trackers](../tools/docs/pages/tracking.md) get the same. `...` stands for what follows a prefix. A
+value that is not finite is `null`. The keys of `credit/`, `loss/`, `policy/` and `kl/` that a
+method reports are listed on its [card](methods/README.md).
 
 """
 FOOT = "\nWritten by `python tools/metrics_table.py`.\n"
 
 
 def page() -> str:
-    return HEAD + as_markdown() + FOOT
+    lines = ["| key | unit | meaning |", "|---|---|---|"]
+    for key, entry in TABLE.items():
+        shown = f"{key}..." if key.endswith("/") else key
+        meaning = entry.meaning.replace("|", "\\|")
+        lines.append(f"| `{shown}` | {entry.unit} | {meaning} |")
+    return HEAD + "\n".join(lines) + "\n" + FOOT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine import arguments
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.reporting.report import table
-from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
+from megatron_rl.runtime.launch import World, configure_logging, exit_process, reported, start
 from megatron_rl.trainer.bundle import CONFIG, WEIGHTS
 from megatron_rl.types import SequenceBatch
 from tools.replay.read_bundle import Bundle, read_bundle
@@ -68,7 +68,7 @@ class Scoring:
         weights: a HF directory in place of the bundle's.
         as_trained: at the run's temperature and over the kept tokens, of the policy.
         kept: with the tokens that the sampler kept, where ``as_trained``.
-    replayed: of the policy, with the experts that the run replayed.
+        replayed: of the policy, with the experts that the run replayed.
         head_16: the engine's head in the type of its weights.
         plain_attention: torch's attention by matrix products.
     """
@@ -367,7 +367,7 @@ def main() -> None:
     for name in ("--scoring", "--out"):  # of the processes that are started
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    try:
+    with reported():
         options.source = find_bundle(options.source, options.step)
         if options.scoring is None:
             compare(options)
@@ -378,9 +378,6 @@ def main() -> None:
         logprobs = score(read_bundle(options.source), scoring, options.responses, world)
         if world.is_main:
             np.save(options.out, logprobs)
-    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
-        report(error, 0)
-        exit_process(1)
     exit_process(0)
 
 

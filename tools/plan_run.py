@@ -46,7 +46,7 @@ from megatron_rl.planning.phases import (
 )
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.signals import signals_of
-from tools.plan_sync import PRESETS, positive, whole
+from tools.plan_sync import PRESETS, add_links, positive, whole
 from tools.planning.balance import idle_share
 from tools.planning.engine_tables import NotDeclaredError
 from tools.planning.rollout_time import (
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--nodes", type=whole, required=True)
     add("--server-nodes", type=whole, help="more nodes, for the servers of source=servers")
-    add("--gpus-per-node", type=whole, default=8)
+    add_links(parser)
     add("--gpu-gib", type=positive, default=80.0, help="memory of a GPU (80)")
     add("--host-gib", type=positive, help="memory of a node; not checked without it")
     add("--model", help=f"a model by name, one of {', '.join(PRESETS)}")
@@ -78,10 +78,6 @@ def arguments() -> argparse.Namespace:
     add("--p99", type=float, help="length that 1 %% of the responses exceed; the limit without it")
     add("--memory-gb-s", type=positive, default=3350.0, help="of a GPU's memory (3350: H100 SXM)")
     add("--tflops", type=positive, default=989.0, help="of a GPU, dense bfloat16 (989: H100 SXM)")
-    add("--nvlink-gb-s", type=positive, default=400.0, help="of a GPU to its node, one direction")
-    add(
-        "--network-gb-s", type=positive, default=45.0, help="of a GPU to other nodes, one direction"
-    )
     add(
         "--storage-gb-s", type=positive, default=20.0, help="of the file system, all nodes together"
     )

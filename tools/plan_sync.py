@@ -204,6 +204,16 @@ def positive(text: str) -> float:
     return value
 
 
+def add_links(parser: argparse.ArgumentParser) -> None:
+    """The nodes and their links, as every planner of runs and syncs takes them."""
+    add = parser.add_argument
+    add("--gpus-per-node", type=whole, default=8)
+    to_node = "GB/s of one GPU to its node, one direction"
+    add("--nvlink-gb-s", type=positive, default=400.0, help=to_node)
+    to_others = "GB/s of one GPU to other nodes, one direction"
+    add("--network-gb-s", type=positive, default=45.0, help=to_others)
+
+
 def options() -> argparse.ArgumentParser:
     """What the command line takes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -219,22 +229,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--disaggregated", action="store_true", help="rollout processes are not training processes"
     )
-    parser.add_argument("--gpus-per-node", type=whole, default=8)
+    add_links(parser)
     parser.add_argument("--bucket-mib", type=whole, default=256)
     parser.add_argument(
         "--rounds-in-flight", type=whole, default=2, help="rounds that may hold buffers at once"
-    )
-    parser.add_argument(
-        "--nvlink-gb-s",
-        type=positive,
-        default=400.0,
-        help="GB/s of one GPU to its node, one direction",
-    )
-    parser.add_argument(
-        "--network-gb-s",
-        type=positive,
-        default=45.0,
-        help="GB/s of one GPU to other nodes, one direction",
     )
     parser.add_argument(
         "--latency-us", type=float, default=0.0, help="microseconds of a message, beside its bytes"

@@ -35,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.loss import Method
-from megatron_rl.plugins import load_plugins
+from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.device import make_deterministic
-from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
+from megatron_rl.runtime.launch import World, configure_logging, exit_process, reported, start
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import policy_settings
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
@@ -302,21 +302,15 @@ def main() -> None:
     parser.add_argument("--after", type=int, help=after)
     bundle = "of RUN: write the first minibatch of the step to RUN/nonfinite/step_NNNNNN"
     parser.add_argument("--bundle", action="store_true", help=bundle)
-    plugin = "your own code, imported first; see examples/plugins"
-    parser.add_argument(
-        "--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin
-    )
+    add_plugin_option(parser)
     options = parser.parse_args()
     if options.step is None and (options.bundle or options.after is not None):
         parser.error("--after and --bundle are for a RUN with --step N")
-    world = start()
-    configure_logging(world.rank)
-    try:
+    with reported():
+        world = start()
+        configure_logging(world.rank)
         load_plugins(options.plugin)
         run(options, world)
-    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
-        report(error, world.rank)
-        exit_process(1)
     exit_process(0)
 
 

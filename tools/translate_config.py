@@ -134,6 +134,7 @@ def _verl(made: Translation, values: Mapping[str, Any], num_gpus: int) -> None:
 
 def _trl(made: Translation, values: Mapping[str, Any], num_gpus: int) -> None:
     """TRL counts responses on each device, and steps of the optimizer."""
+    _trl_loss(made, values)
     responses = values["num_generations"]
     of_device = values["per_device_train_batch_size"] * num_gpus
     accumulated = values["gradient_accumulation_steps"]
@@ -154,6 +155,33 @@ def _trl(made: Translation, values: Mapping[str, Any], num_gpus: int) -> None:
     if values["max_steps"] <= 0:
         made.set("trainer.num_steps", None)
         made.set("trainer.num_epochs", int(values["num_train_epochs"]))
+
+
+def _trl_loss(made: Translation, values: Mapping[str, Any]) -> None:
+    """The clip, in the terms of the loss that is chosen, and what only looks the same."""
+    loss, low = values["loss_type"], values["epsilon"]
+    high = low if values["epsilon_high"] is None else values["epsilon_high"]
+    if loss == "cispo":  # a largest ratio there, a distance from 1 here
+        made.set("method.policy_loss.high", round(high - 1, 12))
+    elif loss != "sapo":  # which has no clip
+        made.set("method.policy_loss.low", low)
+        made.set("method.policy_loss.high", high)
+    if values["beta"] and values["use_bias_correction_kl"]:
+        # k3 times the ratio has the gradient of k2 times the ratio.
+        made.set("method.kl.estimator", "k2")
+        made.notes.append(
+            "use_bias_correction_kl = true: k2 has the gradient of k3 times the ratio where the"
+            " ratio is 1; it is not weighted by it in later minibatches"
+        )
+    if loss in ("cispo", "sapo") and values["importance_sampling_level"] == "sequence":
+        made.notes.append(f"importance_sampling_level = sequence: {loss} is by token here")
+    if loss == "bnpo":
+        made.notes.append("loss_type = bnpo: of all tokens of an update, not of those of a device")
+    if made.overrides.get("method.mismatch.kind") == "sequence_mask":
+        made.notes.append(
+            "vllm_importance_sampling_mode = sequence_mask: by the mean of a response here, weights"
+            " 0 and 1; there by its sum, and what stays is weighted by the ratio"
+        )
 
 
 def _nemo_rl(made: Translation, values: Mapping[str, Any], num_gpus: int) -> None:

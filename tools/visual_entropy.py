@@ -20,8 +20,9 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -34,8 +35,8 @@ from transformers import AutoImageProcessor, AutoModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.data.multimodal.visual_entropy import visual_entropy
-from megatron_rl.errors import concerning
+from megatron_rl.data.rows import Rows, read_rows
+from megatron_rl.signals.visual_entropy import visual_entropy
 
 SCHEMA = pa.schema(
     [("image", pa.string()), ("encoder", pa.string()), ("entropy_nats", pa.float64())]
@@ -108,18 +109,6 @@ class Scores:
         partial.replace(self.path)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        return pq.read_table(path).to_pylist()
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        with concerning(
-            f"{path}: line {number}", "write one JSON object a line", (json.JSONDecodeError,)
-        ):
-            rows += [json.loads(line)] if line.strip() else []
-    return rows
-
-
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -129,16 +118,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         )
 
 
-def scored(
-    rows: Iterable[dict[str, Any]], folder: Path, column: str, scores: Scores
-) -> list[dict[str, Any]]:
+def scored(rows: Rows, folder: Path, column: str, scores: Scores) -> list[dict[str, Any]]:
     """The rows with extra.visual_entropy.
 
     Raises:
         ValueError: a row without images.
     """
     result = []
-    for number, row in enumerate(rows):
+    for number, row in rows:
         images = row.get(column)
         if isinstance(images, str | Mapping):
             images = [images]
@@ -148,12 +135,8 @@ def scored(
                 " --images-column"
             )
         values = [scores.of(source_of(image, folder)) for image in images]
-        result.append(
-            {
-                **row,
-                "extra": {**(row.get("extra") or {}), "visual_entropy": sum(values) / len(values)},
-            }
-        )
+        extra = {**(row.get("extra") or {}), "visual_entropy": fmean(values)}
+        result.append({**row, "extra": extra})
     return result
 
 

@@ -1,9 +1,24 @@
 #!/usr/bin/env bash
-# From nothing to a trained model on two CPU cores: environment, toy model (kept in .work/), training. Arguments are overrides:
+# From nothing to a trained model on two CPU cores: environment, toy model (kept in .work/), training, answers before and after.
+# Arguments are overrides:
 #   bash examples/quickstart_cpu/run.sh run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo
 set -euo pipefail
 # shellcheck source=SCRIPTDIR/toy.sh
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_rl.train \
+run_dir=runs/quickstart_cpu
+for word in "$@"; do
+    case $word in run_dir=*) run_dir=${word#run_dir=} ;; esac
+done
+"$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 -m megatron_rl.train \
     experiment=quickstart_cpu model.path="$model" "$@"
+[ -d "$run_dir/export" ] || exit 0 # stopped on request, or without an export
+python=${python#"$PWD/"}
+"$python" "$repo/tools/before_after.py" "$run_dir"
+cat <<EOF
+picture: $run_dir/curves.png
+next:
+  $python -m megatron_rl.sample $run_dir --prompt "Spell this word backward (example: sun -> nus): milk"
+  bash examples/quickstart_cpu/run.sh method=dapo run_dir=runs/dapo
+  $python -m megatron_rl.report $run_dir runs/dapo --out runs/compared   # a page with both curves
+EOF

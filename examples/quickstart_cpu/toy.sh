@@ -9,13 +9,15 @@ export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
 export TORCH_CPP_LOG_LEVEL=ERROR # not a line about memory nodes from every rank
 
 # The name carries what the model is made by: a changed maker makes a new one. Written aside and renamed, so a half-made one is never used.
-maker=$repo/tools/make_toy_model.py
-model=$repo/.work/toy_model-$(sha256sum "$maker" | cut -c1-12)
+toy=${toy:-toy_model}
+makers=("$repo/tools/make_$toy.py")
+[ "$toy" = toy_model ] || makers+=("$repo/tools/make_toy_model.py") # which it imports
+model=$repo/.work/$toy-$(cat "${makers[@]}" | sha256sum | cut -c1-12)
 if [ ! -d "$model" ]; then
     mkdir -p "$repo/.work"
-    aside=$(mktemp -d "$repo/.work/toy_model.XXXXXX")
+    aside=$(mktemp -d "$repo/.work/$toy.XXXXXX")
     trap 'rm -rf "$aside"' EXIT
-    "$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$maker" --out "$aside/model"
+    "$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 "${makers[0]}" --out "$aside/model"
     mv -T "$aside/model" "$model"
     rm -rf "$aside"
 fi

@@ -20,4 +20,4 @@ for number in 1 2; do
     echo "server $number writes to $log"
 done
 # It waits until the first of them is up; the other joins when it is.
-"$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_rl.train "${words[@]}"
+"$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 -m megatron_rl.train "${words[@]}"

@@ -10,6 +10,6 @@ run_dir=runs/vision_cpu
 for word in "$@"; do
     case $word in run_dir=*) run_dir=${word#run_dir=} ;; esac
 done
-"$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_rl.train \
+"$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 -m megatron_rl.train \
     experiment=vision_cpu model.path="$made/model" data.train="$made/tasks/train.parquet" data.eval="$made/tasks/eval.parquet" "$@"
 [ ! -d "$run_dir/export" ] || "$python" "$repo/tools/draw_answers.py" "$run_dir"

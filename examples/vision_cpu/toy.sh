@@ -17,6 +17,6 @@ if [ ! -d "$made" ]; then
     aside=$(mktemp -d "$repo/.work/toy_vision.XXXXXX")
     trap 'rm -rf "$aside"' EXIT
     "$python" "${makers[0]}" --out "$aside/tasks"
-    "$python" -m torch.distributed.run --standalone --nproc-per-node 2 "${makers[1]}" --tasks "$aside/tasks" --out "$aside/model"
+    "$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 "${makers[1]}" --tasks "$aside/tasks" --out "$aside/model"
     mv -T "$aside" "$made"
 fi

@@ -131,7 +131,13 @@ class HfDirectory:
         self._stored_names: dict[str, str] = {}
         self._formats: dict[str, torch.dtype] = {}
         for stored_name, file in stored.items():
-            name = _older_name(stored_name, prefixes)
+            # As in the layout of published files.
+            older = (
+                old + stored_name.removeprefix(new)
+                for new, old in prefixes
+                if stored_name.startswith(new)
+            )
+            name = next(older, stored_name)
             if name in self.files:
                 raise ValueError(
                     f"model.path: {path} holds both {self._stored_names[name]} and {stored_name},"
@@ -203,14 +209,6 @@ class HfDirectory:
                 f" {dtypes}; convert them to one"
             )
         return dtypes[names[0]]
-
-
-def _older_name(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
-    """The name that a tensor has in the layout of published files."""
-    for newer, older in prefixes:
-        if name.startswith(newer):
-            return older + name.removeprefix(newer)
-    return name
 
 
 class ShardWriter:

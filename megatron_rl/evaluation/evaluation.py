@@ -30,6 +30,7 @@ from megatron_rl.reporting.row_file import replace_text
 from megatron_rl.reporting.sinks import Metrics, MetricsFile
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
+from megatron_rl.rollouts.environments.turns import needs_reward, turns_of_run
 from megatron_rl.rollouts.rows.experience import Response, Responses
 from megatron_rl.rollouts.rows.verdicts import excluded_share
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
@@ -150,12 +151,14 @@ def evaluate(
     display = Display(shown=world.is_main)
     display.line(f"results go to {evaluation.out}")
     tokenizer = load_tokenizer(config.model.path)
+    turns = turns_of_run(config, tokenizer)
     vision = vision_of(config.model.path, config.data)
     with display.phase("reading the prompts"):
         data = shared_data(without_training(config), world, tokenizer, vision)
         prompts = data.held_out_prompts[: config.evaluation.num_prompts]
         reward = build_reward(config.reward, lambda prompt: prompt.text)
-        reward.check(prompts)
+        if needs_reward(turns):
+            reward.check(prompts)
     folder = EvaluationFolder(evaluation.out, config.evaluation.pass_at)
 
     record = describe(config, world.size, None) | {PROMPTS: fingerprint(prompts)}
@@ -170,7 +173,7 @@ def evaluate(
             config=config,
             sampling=evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id)),
             engine=engine,
-            sampler=LaunchSampler(engine, reward, text_of(tokenizer), world, display),
+            sampler=LaunchSampler(engine, reward, text_of(tokenizer), world, display, turns),
             folder=folder,
             prompts_at_a_time=prompts_at_a_time,
             world=world,
@@ -299,7 +302,7 @@ def _row(step: int, number: int, response: Response) -> AnswerRow:
         "extracted": response.score.extracted,
         "correct": response.score.correct,
         "reward": response.score.reward,
-        "tokens": len(response.completion.token_ids),
+        "tokens": response.completion.num_sampled,
         "truncated": response.completion.truncated,
         "problem": response.score.problem,
         "categories": prompt.extra.get(CATEGORIES, []),

@@ -71,7 +71,7 @@ def judged(responses: Responses) -> Judged:
         data_sources=[prompt.data_source for prompt in responses.prompts],
         correct=np.array([score.correct for score in scores], dtype=bool),
         rewards=np.array([score.reward for score in scores], dtype=np.float64),
-        lengths=responses.lengths,
+        lengths=responses.sampled_lengths,
         truncated=responses.truncated,
         extracted=[score.extracted for score in scores],
         has_verdict=np.array([score.problem is None for score in scores], dtype=bool),

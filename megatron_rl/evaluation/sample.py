@@ -20,6 +20,7 @@ from megatron_rl.evaluation.evaluation import build_engine, load_weights
 from megatron_rl.evaluation.evaluation_source import Evaluation, Weights, step_of
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
+from megatron_rl.rollouts.environments.turns import turns_of_run
 from megatron_rl.rollouts.post_rollout import grouped
 from megatron_rl.rollouts.rows.experience import Groups, Response
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
@@ -118,6 +119,7 @@ def answers(sample: Evaluation, texts: Sequence[str], world: World) -> str:
     (weights,) = sample.weights
     model = Path(config.model.path)
     tokenizer = load_tokenizer(model)
+    turns = turns_of_run(config, tokenizer)
     vision = vision_of(str(model), config.data)
     prompts = _prompts(config, texts, tokenizer, vision)
     display = Display(shown=world.is_main)
@@ -125,8 +127,8 @@ def answers(sample: Evaluation, texts: Sequence[str], world: World) -> str:
         raise ValueError(problem)
     engine = build_engine(config, weights, multimodal_config(prompts, vision), world, display)
     load_weights(config, weights, engine, world, display)
-    reward = NoReward() if texts else build_reward(config.reward)
-    sampler = LaunchSampler(engine, reward, text_of(tokenizer), world, display)
+    reward = NoReward() if texts else build_reward(config.reward, lambda prompt: prompt.text)
+    sampler = LaunchSampler(engine, reward, text_of(tokenizer), world, display, turns)
     sampling = evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id))
     responses = sampler.run(prompts, sampling, "sample")
     everything = sampler.shown(responses, range(len(responses)))
@@ -174,7 +176,7 @@ def shown(groups: Groups, *, scored: bool) -> str:
 
 
 def _verdict(response: Response, *, scored: bool) -> str:
-    num_tokens = len(response.completion.token_ids)
+    num_tokens = response.completion.num_sampled
     end = ", cut at the limit" if response.completion.truncated else ""
     words = f"({num_tokens} tokens{end})"
     if not scored:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.rules.layout_rules import layout_problems
+from megatron_rl.config.rules.teacher_rules import teachers
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss import Method
@@ -17,6 +20,7 @@ from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.planning import memory
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import workload
+from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.planning.phases import MemoryBudget, describe, problems
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
@@ -73,9 +77,19 @@ def plan(
     stages = memory.plan(
         arch, config.parallel, config.precision, config.rollout, load, budget.device_gib
     )
+    stages = list(map(partial(_with_teachers, config), stages))
     if config.source.is_servers:
         return [_with_servers(stage, config) for stage in stages]
     return stages
+
+
+def _with_teachers(config: Config, stage: memory.StageMemory) -> memory.StageMemory:
+    each = []
+    for folder in teachers(config.model):
+        arch, _ = read_architecture(Path(folder))
+        counts = stage_counts(arch, config.parallel, config.model.make_vocab_divisible_by)
+        each.append(counts[stage.stage].total * ITEM_BYTES[config.precision.params])
+    return replace(stage, teacher=max(each, default=0), teacher_copies=sum(each))
 
 
 def _with_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:

@@ -68,11 +68,13 @@ class StageMemory(EngineMemory):
     """Bytes on one rank of a pipeline stage, by purpose: those of the policy, and its engine's.
 
     Attributes:
-        logits: the live chunk, the kept tokens and the head's float32 gradient.
+        logits: the live chunk, the kept tokens and the head's gradient of one micro-batch.
         reference: the starting weights, which are kept on the host (a pass with them borrows the
             gradients' memory).
         fp8_copies: copies of weights that FP8 layers keep between passes.
         checkpoint_copy: this rank's share of a checkpoint, on the host while threads write it.
+        teacher: weights of the largest one, on the device while it scores.
+        teacher_copies: those of all, on the host.
         experts: on the host, those that are replayed for the tokens of a step, and those that the
             engine keeps for the tokens in its cache.
     """
@@ -87,6 +89,8 @@ class StageMemory(EngineMemory):
     fp8_copies: int
     checkpoint_copy: int
     experts: int
+    teacher: int = 0
+    teacher_copies: int = 0
 
 
 def plan(
@@ -101,6 +105,8 @@ def plan(
     engine = engine_memory(arch, rollout, device_gib)
     item_bytes = ITEM_BYTES[precision.params]
     gradient_bytes = FLOAT32_BYTES if precision.grad_reduce_in_float32 else item_bytes
+    # The head's gradient is summed in float32: where gradients are, or it needs memory of its own.
+    head_bytes = item_bytes if precision.grad_reduce_in_float32 else FLOAT32_BYTES
     numbers = partial(stage_counts, arch, parallel, load.make_vocab_divisible_by)
     trained = numbers(partial(is_trained, arch=arch, freeze_vision=load.freeze_vision))
     matrices = numbers(is_layer_matrix)
@@ -118,7 +124,7 @@ def plan(
                 gradients=learning.total * gradient_bytes,
                 optimizer=_optimizer_bytes(learning, parallel, precision, load.world_size),
                 activations=activations,
-                logits=_logit_bytes(arch, parallel, stage, load),
+                logits=_logit_bytes(arch, parallel, stage, load, head_bytes),
                 # Of what is trained: the rest is the same in the policy.
                 reference=learning.total * item_bytes * load.keep_reference,
                 fp8_copies=_fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
@@ -232,9 +238,11 @@ def live_layers(parallel: ParallelConfig, stage: int, layers: int) -> int:
     return math.ceil(chunks_ahead * layers / chunks)
 
 
-def _logit_bytes(arch: Architecture, parallel: ParallelConfig, stage: int, load: Workload) -> int:
-    """The live chunk of logits, the tokens that the sampler kept, and the float32 gradient of the
-    head: on the last stage only."""
+def _logit_bytes(
+    arch: Architecture, parallel: ParallelConfig, stage: int, load: Workload, gradient_bytes: int
+) -> int:
+    """The live chunk of logits, the tokens that the sampler kept, and the gradient of the head of
+    one micro-batch: on the last stage only."""
     if stage < parallel.pipeline - 1:
         return 0
     rows = padded_vocab(arch.vocab_size, load.make_vocab_divisible_by, parallel.tensor)
@@ -243,8 +251,10 @@ def _logit_bytes(arch: Architecture, parallel: ParallelConfig, stage: int, load:
     # 32-bit ids of the micro-batch; of a chunk two 64-bit copies, and their logits twice.
     kept = load.num_kept * (4 * tokens + 24 * chunk_tokens)
     # Logits are [chunk_tokens, rows of this rank], the gradient [rows of this rank, hidden_size].
-    gradient_width = 0 if arch.adapter_slots else arch.hidden_size  # a frozen head has none
-    return kept + FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + gradient_width)
+    row_bytes = FLOAT32_BYTES * chunk_tokens
+    if not arch.adapter_slots:  # a frozen head has no gradient
+        row_bytes += gradient_bytes * arch.hidden_size
+    return kept + (rows // parallel.tensor) * row_bytes
 
 
 def _expert_bytes(

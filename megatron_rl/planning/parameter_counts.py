@@ -71,7 +71,7 @@ def stage_counts(
     ending = _count(after, arch, rows, parallel.tensor, which)
     of_layer = layer_parameters(arch, 0) + adapter_parameters(arch, 0)
     layer = _count(of_layer, arch, rows, parallel.tensor, which)
-    expert = _expert_count(arch, parallel.expert_tensor, which)
+    expert = _count(expert_parameters(arch, 0, 0), arch, rows, parallel.expert_tensor, which)
     counts = []
     for stage, layers in enumerate(stage_layers(arch, parallel)):
         is_first = stage == 0
@@ -112,17 +112,11 @@ def engine_parameters(
     layers = longest_engine_stage(arch.num_layers, rollout.pipeline)
     for parameter in layer_parameters(arch, 0):
         yield parameter, numbers(parameter, tensor), layers
-    if arch.num_experts:
-        copies, cuts = arch.num_experts, tensor
-        if rollout.expert_parallel:
-            copies, cuts = math.ceil(arch.num_experts / tensor), 1
-        for parameter in expert_parameters(arch, 0, 0):
-            yield parameter, copies * numbers(parameter, cuts), layers
-
-
-def engine_counts(arch: Architecture, rollout: RolloutConfig) -> int:
-    """Numbers in the weights on a rank of the engine's longest pipeline stage."""
-    return sum(numbers * tensors for _, numbers, tensors in engine_parameters(arch, rollout))
+    copies, cuts = arch.num_experts, tensor
+    if rollout.expert_parallel:
+        copies, cuts = math.ceil(arch.num_experts / tensor), 1
+    for parameter in expert_parameters(arch, 0, 0):
+        yield parameter, copies * numbers(parameter, cuts), layers
 
 
 def _count(
@@ -130,10 +124,3 @@ def _count(
 ) -> int:
     shapes = (local_shape(each, arch, rows, tensor) for each in parameters if which(each))
     return sum(math.prod(shape) for shape in shapes)
-
-
-def _expert_count(arch: Architecture, tensor: int, which: Which) -> int:
-    """Parameters of one expert of one layer; 0 for a dense model."""
-    if not arch.num_experts:
-        return 0
-    return _count(expert_parameters(arch, 0, 0), arch, 0, tensor, which)

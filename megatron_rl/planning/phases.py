@@ -23,6 +23,7 @@ ENGINE_KEEPS_GIB = {"cuda": 2.0, "cpu": 0.0}
 # Names in StageMemory.
 STATES = ("weights", "gradients", "optimizer")
 _PASSES = ("activations", "logits")
+_IF_ANY = ("teacher", "teacher_copies", "experts")  # shown where there are any
 # What wakes for a weight sync, and all of the engine; on a GPU. On a CPU vLLM has another sampler.
 _ENGINE_FOR_SYNC = ("engine_weights", "engine_sampler")
 ENGINE = (*_ENGINE_FOR_SYNC, "kv_cache")
@@ -75,11 +76,11 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     On a CPU everything at all times, for there nothing leaves by moving; what ``memory.offload``
     names is held twice, and so is what of a checkpoint is still to be written.
     """
-    copies = ("reference", "experts", *host_copies(config))
+    copies = ("reference", "teacher_copies", "experts", *host_copies(config))
     # Without ``background`` the host has two blocks of it at a time, which count as nothing.
     written = ("checkpoint_copy",) if config.checkpoint.background else ()
     if kind == "cpu":
-        return {"the run": (*STATES, *_PASSES, *ENGINE_ON_CPU, *copies, *written)}
+        return {"the run": (*STATES, *_PASSES, "teacher", *ENGINE_ON_CPU, *copies, *written)}
     if config.rollout.sleep_level == 1:
         copies += ("engine_backup",)
     # The reference is written from a second copy, in ordinary memory.
@@ -89,7 +90,7 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
 
 def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     offload = config.memory.offload
-    training = [*STATES, "fp8_copies", *_PASSES]
+    training = [*STATES, "fp8_copies", *_PASSES, "teacher"]
     generation = [state for state in STATES if state not in offload]
     sync = [state for state in STATES if state in generation or state == "weights"]
     # The caches of layers go with the first state that leaves: weights leave after the weight sync,
@@ -155,7 +156,7 @@ def describe(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget
     sizes = [
         f"{name.replace('_', ' ')} {getattr(stage, name) / GIB:.2f}"
         for name in names
-        if name in counted and (name != "experts" or stage.experts)
+        if name in counted and (name not in _IF_ANY or getattr(stage, name))
     ]
     phases = [f"{each.phase} {each.need_gib:.2f}" for each in wanted]
     limits = ["" if each.has_gib is None else f" of {each.has_gib:.2f}" for each in wanted]
@@ -195,7 +196,7 @@ def _does_not_fit(demand: Demand, config: Config) -> str:
     largest = max(demand.parts, key=lambda name: getattr(demand.stage, name))
     remedies = list(moves(demand, config))
     # Copies on the host shrink with what they are copies of, which the moves say already.
-    if demand.phase not in ON_HOST or largest in ("reference", "experts", "checkpoint_copy"):
+    if demand.phase not in ON_HOST or largest in ("reference", "checkpoint_copy", *_IF_ANY):
         remedies += shrinks(largest, config)
     return (
         f"{demand.phase} needs {demand.need_gib:.1f} GiB on a rank of pipeline stage"
@@ -253,6 +254,8 @@ def shrinks(part: str, config: Config) -> Iterator[str]:
             yield "set parallel.distributed_optimizer=true"
         elif part == "reference":
             yield "choose a method without KL to the start"
+        elif part in _IF_ANY:
+            yield "give a smaller model.teacher"
         yield f"raise parallel.tensor (now {parallel.tensor})"
         if part != "logits":
             yield f"raise parallel.pipeline (now {parallel.pipeline})"

@@ -65,6 +65,7 @@ from megatron_rl.policy.state.offload import (
     training_tensors,
 )
 from megatron_rl.policy.state.weight_view import WeightView
+from megatron_rl.policy.teacher import build_teachers
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard
 
@@ -123,12 +124,11 @@ class MegatronPolicy:
         if settings.keep_reference and not self.arch.adapter_slots:
             self.reference = Reference(self.held, self.chunks)
         self.base_digest = self.view.base_digest()
-        vocab_size = self.arch.vocab_size
         self._routing = Routing(self.chunks, self.arch, self.ranks)
-        self._passes = Passes(
-            self.chunks, self.ranks, vocab_size, settings.temperature, self._routing
-        )
+        size = self.arch.vocab_size
+        self._passes = Passes(self.chunks, self.ranks, size, settings.temperature, self._routing)
         self.batching = self._build_batching()
+        self.teachers = build_teachers(self)
         self._log_choices()
 
     def _build_model(self, model: ModelConfig) -> None:
@@ -279,7 +279,7 @@ class MegatronPolicy:
         return ScoreBuffer(num_tokens, outputs, self.ranks, self.device, prompt_places)
 
     def _learning_rate(self, step: int) -> float:
-        return optimizer.learning_rate(step, self.optim, self.settings.total_optimizer_steps)
+        return optimizer.rate_of_run(step, self.optim, self.settings)
 
     @property
     def gathered_bytes_sent(self) -> int:
@@ -346,6 +346,14 @@ class MegatronPolicy:
         self.wait_for_param_gather()
         with self.reference.lent():
             yield
+
+    def renew_reference(self) -> None:
+        """Collective: the reference becomes the policy as it is now, where one is kept. Drops
+        gradients."""
+        if self.reference is not None:
+            self._offload.require("weights", "gradients")
+            self.wait_for_param_gather()
+            self.reference.fill()
 
     def offload(self, parts: Sequence[str]) -> None:
         """See protocols.Offloadable."""

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import (
@@ -84,15 +85,17 @@ def fused_kernels(experts: bool, mrope: bool) -> dict[str, Any]:
     fetches them to the host in every layer, and alone takes angles of every token (``mrope``).
     ``bias_activation_fusion`` is the activation between the matrices of the feed-forward part. The
     experts of a rank become one layer with numbered weights (see ``weights.GROUPED_EXPERT``).
+    Gradients of matrices are added to ``main_grad`` by the product itself, without apex; with
+    megatron's own layers on a GPU that takes apex.
     """
     on = this_machine().transformer_engine is not None
+    with_apex = torch.cuda.is_available() and layers._grad_accum_fusion_available
     return dict(
         apply_rope_fusion=on and not mrope,
         bias_activation_fusion=on,
         moe_permute_fusion=on and experts,
         moe_grouped_gemm=on and experts,
-        # The head is megatron's own layer with any specification, and would need apex for this.
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=on or with_apex,
         persist_layer_norm=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

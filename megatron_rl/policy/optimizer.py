@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.precision import optimizer_config
+from megatron_rl.policy.settings import PolicySettings
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
@@ -38,6 +39,17 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     if optim.schedule == "linear":
         return peak + (low - peak) * done
     return low + (peak - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+def rate_of_run(step: int, optim: OptimConfig, settings: PolicySettings) -> float:
+    """Rate of optimizer step ``step`` (from 0) of a run whose first ones may be a warm start: these
+    and the others are two schedules, one behind the other."""
+    first = settings.warm_start_steps
+    if step >= first:
+        return learning_rate(step - first, optim, settings.total_optimizer_steps - first)
+    if settings.warm_start_rate is not None:
+        optim = optim.model_copy(update={"learning_rate": settings.warm_start_rate})
+    return learning_rate(step, optim, first)
 
 
 def build_optimizer(

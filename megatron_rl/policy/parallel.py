@@ -46,10 +46,6 @@ class Ranks:
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline - 1
 
-    def stage_root(self, stage: int) -> int:
-        """Global rank of pipeline stage ``stage`` in this rank's pipeline group."""
-        return dist.get_global_rank(self.pipeline_group, stage)
-
 
 def initialize(parallel: ParallelConfig) -> Ranks:
     """Collective: builds megatron's process groups.

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+from megatron_rl.policy.hardware import this_machine
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,14 @@ PATCHES = (
         " raises NameError",
         lambda: not hasattr(moe_utils, "te_general_gemm"),
         None,
+    ),
+    Patch(
+        layers,
+        "_grad_accum_fusion_available",
+        "Transformer Engine's layers add to main_grad themselves, but the head is megatron's own"
+        " layer, which is refused without apex although its forward is never called",
+        lambda: this_machine().transformer_engine is not None,
+        True,
     ),
     Patch(
         token_dispatcher,

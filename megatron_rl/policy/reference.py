@@ -43,7 +43,7 @@ class Frozen:
 
 
 class Reference:
-    """The starting weights: those of the policy when this is built.
+    """The starting weights: those of the policy when this is built, or filled anew.
 
     In a reference pass the parameters point to the memory of the gradients, which hold nothing
     between two updates and are never smaller than the weights: the starting weights are copied
@@ -61,7 +61,7 @@ class Reference:
         trained = sum(item.tensor.requires_grad for item in held)
         laid_out = len(self.names)
         assert laid_out == trained, f"{laid_out} of {trained} parameters are in DDP's buffers"
-        self._fill()
+        self.fill()
 
     @property
     def names(self) -> list[Name]:
@@ -108,7 +108,8 @@ class Reference:
             frozen.host.take(flat)
 
     @torch.no_grad()
-    def _fill(self) -> None:
+    def fill(self) -> None:
+        """Takes the weights as they are now for the starting ones. Gradients are zero after it."""
         for frozen in self._frozen:
             for item, values in frozen.views(frozen.device_bytes):
                 values.copy_(item.tensor)

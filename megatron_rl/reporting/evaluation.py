@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from megatron_rl.reporting.intervals import bootstrap
+from megatron_rl.reporting.intervals import student
 from megatron_rl.reporting.report import table
 
 Metrics = dict[str, float]
@@ -126,7 +126,7 @@ def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
 def detailed_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     """``evaluation_metrics``, all of it also of each of the parts (``eval/pass_at_8/gsm8k``), the
     spread over runs (``_spread_of_runs``), and the bounds of accuracy, pass@k and maj@n:
-    ``eval_low/accuracy`` and ``eval_high/accuracy`` hold it with 95 %, by the bootstrap over
+    ``eval_low/accuracy`` and ``eval_high/accuracy`` hold it with 95 %, by Student's t over
     prompts."""
     metrics = evaluation_metrics(judged, pass_at) | _only_alone(judged, pass_at)
     for name, part in judged.parts().items():
@@ -159,9 +159,9 @@ def _spread_of_runs(judged: Judged) -> Metrics:
 def _bounds(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     bounds = {}
     for key, values in _of_prompts(judged, pass_at).items():
-        interval = bootstrap(values)
-        bounds[key.replace("eval/", LOW, 1)] = interval.low
-        bounds[key.replace("eval/", HIGH, 1)] = interval.high
+        interval = student(values)  # of shares: it may leave 0 to 1, which they do not
+        bounds[key.replace("eval/", LOW, 1)] = max(interval.low, 0.0)
+        bounds[key.replace("eval/", HIGH, 1)] = min(interval.high, 1.0)
     return bounds
 
 
@@ -243,7 +243,10 @@ def evaluation_table(rows: Sequence[Values]) -> str:
     for row in rows:
         step = str(row["step"])
         lines.append((step, "all", *(_cell(row, key) for key in keys)))
-        for part in _parts_of(row):
+        # Any key that every part has would do. Not split at the last "/", which may stand in the
+        # name of a part: "openai/gsm8k".
+        for found in [key for key in row if key.startswith("eval/truncated_share/")]:
+            part = found.removeprefix("eval/truncated_share/")
             lines.append((step, part, *(_cell(row, f"{key}/{part}") for key in keys)))
     return table(lines)
 
@@ -257,13 +260,6 @@ def _shared_keys(rows: Sequence[Values]) -> list[str]:
     several = spread + [key for key in every if re.fullmatch(r"eval/(pass|maj)_at_\d+", key)]
     excluded = [key for key in ("eval/excluded_share",) if key in every]
     return ["eval/accuracy", *several, _TOKENS, "eval/truncated_share", *excluded]
-
-
-def _parts_of(row: Values) -> list[str]:
-    # Not split at the last "/", which may stand in the name of a part: "openai/gsm8k". Any key
-    # that every part has would do as the prefix.
-    prefix = "eval/truncated_share/"
-    return [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
 
 
 def _title(key: str) -> str:

@@ -56,6 +56,9 @@ TABLE: Mapping[str, Metric] = {
     "source/lost_servers": Metric("servers only: marked dead since the start", "servers"),
     "source/reissued_requests": Metric("the same: requests sent to another server", "requests"),
     "hook/": Metric("NAME/KEY: what the rollout hook NAME reports of the step"),
+    "environment/turns": Metric("several turns only: answers of the model in a response", "turns"),
+    "environment/tool_calls": Metric("the same: calls of tools in a response", "calls"),
+    "environment/ended_by/": Metric("the same: responses that ended so", "share"),
     "tokens/trained": Metric(
         "sampled tokens in the loss of the step, those of overlong responses too; with the four"
         " below all that were sampled (partial rollouts: in the step that trains them); those of"
@@ -150,13 +153,3 @@ def metric(key: str) -> Metric | None:
 def defined(key: str) -> bool:
     """Whether the table defines ``key``."""
     return metric(key) is not None
-
-
-def as_markdown() -> str:
-    """The table in Markdown; ``...`` stands for what follows a prefix."""
-    lines = ["| key | unit | meaning |", "|---|---|---|"]
-    for key, entry in TABLE.items():
-        shown = f"{key}..." if key.endswith("/") else key
-        meaning = entry.meaning.replace("|", "\\|")
-        lines.append(f"| `{shown}` | {entry.unit} | {meaning} |")
-    return "\n".join(lines) + "\n"

@@ -8,8 +8,8 @@ from statistics import fmean
 
 from megatron_rl.reporting.metrics_file import Row, read_metrics, series
 
-# Metric key -> (name, format).
-_ROWS = {
+# Metric key -> (name, format): what is told of a run in few words.
+HEADLINES = {
     "eval/accuracy": ("held-out accuracy", "{:.1%}"),
     "reward/mean": ("training reward", "{:.3f}"),
     "rollout/response_tokens_mean": ("response length [tokens]", "{:.1f}"),
@@ -32,7 +32,7 @@ def report(metrics_jsonl: Path) -> str:
     """
     rows = read_metrics(metrics_jsonl)
     lines = []
-    for key, (name, form) in _ROWS.items():
+    for key, (name, form) in HEADLINES.items():
         present = [row for row in rows if key in row]
         if not present:
             continue

@@ -1,4 +1,4 @@
-"""Destinations of metrics: metrics.jsonl, the console, TensorBoard. Only rank 0 writes."""
+"""Destinations of metrics: metrics.jsonl and the console. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class ConsoleLine:
             if key in metrics:
                 fields.append(f"{label} {form.format(metrics[key])}")
         if "time/step_s" in metrics:
-            fields.append(f"{metrics['time/step_s']:.2f}s [dim]({self._phases(metrics)})[/dim]")
+            present = [phase for phase in self.PHASES if f"time/{phase}_s" in metrics]
+            phases = " ".join(f"{phase} {metrics[f'time/{phase}_s']:.2f}" for phase in present)
+            fields.append(f"{metrics['time/step_s']:.2f}s [dim]({phases})[/dim]")
         if "eval/accuracy" in metrics:
             accuracy = f"held-out accuracy {metrics['eval/accuracy']:.3f}"
             fields.append(f"[bold green]{accuracy}[/bold green]")
@@ -75,11 +77,6 @@ class ConsoleLine:
         if seconds is not None:
             fields.append(f"[dim]left {duration(seconds)}[/dim]")
         self._console.print("  ".join(fields))
-
-    def _phases(self, metrics: Metrics) -> str:
-        """``rollout 1.20 reward 0.01 ...``, the phases that the step had."""
-        present = [phase for phase in self.PHASES if f"time/{phase}_s" in metrics]
-        return " ".join(f"{phase} {metrics[f'time/{phase}_s']:.2f}" for phase in present)
 
     def _time_left(self, step: int) -> float | None:
         """Seconds to the last step; None on the first line and on the last."""
@@ -92,17 +89,3 @@ class ConsoleLine:
             return None
         # The mean counts an evaluation every so many steps; a median would not.
         return steps_left * fmean(self._seconds)
-
-
-def tensorboard_writer(run_dir: Path) -> Callable[[Metrics], None]:
-    """A function that writes scalars to ``run_dir/tensorboard``."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def write(metrics: Metrics) -> None:
-        for key, value in metrics.items():
-            writer.add_scalar(key, value, int(metrics["step"]))
-        writer.flush()
-
-    return write

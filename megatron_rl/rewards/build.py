@@ -6,6 +6,7 @@ Accuracy is given by a verifier or the user's function, format by a regular expr
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -79,7 +80,9 @@ class WeightedReward:
                 server=config.server,
                 server_limit_s=config.function_timeout_s,
             )
-            self._function = FunctionCaller(setup, timeout_s=config.function_timeout_s)
+            self._function = FunctionCaller(
+                setup, timeout_s=config.function_timeout_s, num_tries=config.num_tries
+            )
             self._function.pool.start()
 
     @property
@@ -112,7 +115,7 @@ class WeightedReward:
             problems.append(f"no verifier is known for {_listed(unknown)}; {_CHOICES}")
         for name in sorted(filter(None, set(names.values()))):
             chosen = [prompt for prompt in prompts if names[prompt.data_source] == name]
-            problems += self._verifier(name).check([_as_task(prompt) for prompt in chosen])
+            problems += self._verifier(name).check([as_task(prompt) for prompt in chosen])
         if problems:
             shown = [f"  - {problem}" for problem in problems[:_SHOWN_PROBLEMS]]
             if len(problems) > _SHOWN_PROBLEMS:
@@ -132,7 +135,8 @@ class WeightedReward:
         """One score a response; ``prompts[i]`` is the prompt of ``responses[i]``.
 
         ``Score.parts``: accuracy, format (where there is a pattern), verifier_problem (1 where a
-        response could not be judged, with ``on_problem=zero``) and those of the user's function.
+        response could not be judged, with ``on_problem=zero``), verifier_tries (with ``num_tries``
+        above 1) and those of the user's function.
 
         Raises:
             ValueError: the user's function failed in several calls in a row; or a response could
@@ -140,16 +144,37 @@ class WeightedReward:
             RuntimeError: the workers cannot be started.
         """
         assert len(prompts) == len(responses) == len(truncated)
-        if not responses:
-            return []
         # One task a prompt, not one a response: pickle then writes its fields once a request.
         distinct = {id(prompt): self._task(prompt) for prompt in prompts}
         tasks = [distinct[id(prompt)] for prompt in prompts]
-        if self._function is not None:
-            judged = self._by_function(tasks, responses)
-        else:
-            judged = self._by_verifiers(prompts, tasks, responses)
+        judged = self._judged(prompts, tasks, responses)
+        tries = [1] * len(judged)
+        for number in range(2, self._config.num_tries + 1):
+            failed = [row for row, values in enumerate(judged) if values["problem"] is not None]
+            if not failed:
+                break
+            if number > 2:  # the second is at once: a worker that was lost has been replaced
+                time.sleep(2 ** (number - 3))
+            again = self._judged(
+                [prompts[row] for row in failed],
+                [tasks[row] for row in failed],
+                [responses[row] for row in failed],
+            )
+            for row, values in zip(failed, again, strict=True):
+                judged[row] = values
+                tries[row] = number
+        if self._config.num_tries > 1:
+            for values, count in zip(judged, tries, strict=True):
+                values["parts"] = {**values.get("parts", {}), "verifier_tries": float(count)}
         return [self._score(task, values) for task, values in zip(tasks, judged, strict=True)]
+
+    def _judged(
+        self, prompts: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
+    ) -> list[_Judged]:
+        """By the function or the verifiers, once."""
+        if self._function is not None:
+            return self._by_function(tasks, responses)
+        return self._by_verifiers(prompts, tasks, responses)
 
     def _by_verifiers(
         self, prompts: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
@@ -236,8 +261,8 @@ class WeightedReward:
     def _task(self, prompt: Prompt) -> Task:
         name = self._name(prompt)
         if self._function is None and (name is None or not self._verifier(name).reads_prompt):
-            return _as_task(prompt)  # to decode a prompt takes longer than most verdicts
-        return _as_task(prompt, self._prompt_text)
+            return as_task(prompt)  # to decode a prompt takes longer than most verdicts
+        return as_task(prompt, self._prompt_text)
 
     def _name(self, prompt: Prompt) -> str | None:
         """The verifier of a prompt; None where ``auto`` knows none."""
@@ -262,7 +287,8 @@ class WeightedReward:
         """
         needed = {name for name in names if not self._is_local(name)}
         format_only = self._function is not None and self._config.format_pattern is not None
-        started = set() if self._pool is None else set(self._pool.setup.verifiers)
+        setup = None if self._pool is None else self._pool.setup
+        started = set(setup.verifiers) if isinstance(setup, WorkerSetup) else set()
         # Workers have what they were forked with: for one verifier more all are replaced.
         if self._pool is not None and not needed <= started:
             self._pool.close()
@@ -291,7 +317,8 @@ class WeightedReward:
         )
 
 
-def _as_task(prompt: Prompt, prompt_text: Callable[[Prompt], str] | None = None) -> Task:
+def as_task(prompt: Prompt, prompt_text: Callable[[Prompt], str] | None = None) -> Task:
+    """What verifiers, functions and environments are shown of a prompt."""
     return Task(
         uid=prompt.uid,
         answer=prompt.answer,

@@ -25,10 +25,11 @@ logged as ``reward/part/NAME``. It may be ``async def``.
   the user's own code: nothing but its time is limited.
 - A call that raises, returns the wrong number of values or takes longer than
   ``reward.function_timeout_s`` gives its responses no verdict; a value that is not a finite number
-  or is an exception gives its response none. ``reward.on_problem`` says what becomes of them;
-  exclude, the default, leaves them out of the step. The reason is logged once. The run stops
-  after ``_MAX_FAILED_CALLS`` calls in a row without one usable value, which together had as many
-  responses as that number of its largest calls (a call may be of a single response): it would
+  or is an exception gives its response none. A further call has these alone, up to
+  ``reward.num_tries`` calls in all; then ``reward.on_problem`` says what becomes of them: exclude,
+  the default, leaves them out of the step. The reason is logged once. The run stops after
+  ``_MAX_FAILED_CALLS`` x num_tries calls in a row without one usable value, which together had as
+  many responses as that number of its largest calls (a call may be of a single response): it would
   train on nothing.
 """
 
@@ -47,7 +48,8 @@ _MAX_FAILED_CALLS = 3
 class FunctionCaller:
     """The function in its process: a pool of one worker, whose items are whole calls."""
 
-    def __init__(self, setup: WorkerSetup, *, timeout_s: float) -> None:
+    def __init__(self, setup: WorkerSetup, *, timeout_s: float, num_tries: int = 1) -> None:
+        self._max_failed_calls = _MAX_FAILED_CALLS * num_tries
         self.pool = WorkerPool(setup, limit=("reward.function_timeout_s", timeout_s))
         self._failed_calls = 0
         self._failed_responses = 0
@@ -69,8 +71,8 @@ class FunctionCaller:
         else:
             self._failed_calls += 1
             self._failed_responses += len(responses)
-        enough = self._failed_responses >= _MAX_FAILED_CALLS * self._largest_call
-        if self._failed_calls >= _MAX_FAILED_CALLS and enough:
+        enough = self._failed_responses >= self._max_failed_calls * self._largest_call
+        if self._failed_calls >= self._max_failed_calls and enough:
             raise ValueError(
                 f"{self.pool.setup.name}: {self._failed_calls} calls in a row gave no response a"
                 f" reward; the last one: {problems[0]}; correct what it says"

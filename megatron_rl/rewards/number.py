@@ -64,7 +64,9 @@ class NumberVerifier(Verifier):
     reads_prompt = False
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        return [_not_a_number(task) for task in tasks if not _is_number(task.answer)]
+        # With a currency or a percent sign at most.
+        answers = [(task, task.answer.strip().lstrip("$").rstrip("%")) for task in tasks]
+        return [_not_a_number(task) for task, text in answers if not NUMBER.fullmatch(text)]
 
     def verify(self, task: Task, answer: str) -> Verdict:
         number = last_number(answer)
@@ -72,8 +74,3 @@ class NumberVerifier(Verifier):
             return Verdict(0.0, extracted="")
         is_right = number == last_number(task.answer)
         return Verdict(float(is_right), extracted=plain(number))
-
-
-def _is_number(answer: str) -> bool:
-    """Whether an expected answer is one number, with a currency or a percent sign at most."""
-    return NUMBER.fullmatch(answer.strip().lstrip("$").rstrip("%")) is not None

@@ -25,6 +25,7 @@ from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.demonstrations import Demonstrations
+from megatron_rl.rollouts.environments.turns import Turns
 from megatron_rl.rollouts.hooks.resampling import resampling_of
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.logprob_check import LogprobCheck, Scoring, check_sequences
@@ -55,6 +56,7 @@ class SourceParts:
         sampling: Of a training step, without its seed.
         save: Leaves a checkpoint of a finished step, unless there is one.
         demonstrations: Where the method trains on responses that prompts bring along.
+        turns: None where a response has one.
     """
 
     config: Config
@@ -72,6 +74,7 @@ class SourceParts:
     post: PostRollout
     save: Callable[[int], None]
     demonstrations: Demonstrations | None = None
+    turns: Turns | None = None
 
     def job(self) -> GenerationJob:
         """The steps of the run."""
@@ -132,7 +135,7 @@ def build_colocated(parts: SourceParts, engine: RolloutEngine, weight_sync: Weig
         Ledger(lambda: memory_in_use(engine.memory_bytes)),
         parts.logprob_check(engine),
     )
-    backend = LaunchBackend(engine, rewards, world, parts.display)
+    backend = LaunchBackend(engine, rewards, world, parts.display, parts.turns)
     engines = ColocatedEngines(backend, world, job, colocation)
     return Rollouts(world, parts.policy, engines, job, parts.post)
 
@@ -166,6 +169,7 @@ def build_served(parts: SourceParts) -> Rollouts:
         parts.save,
         parts.display,
         job,
+        has_turns=parts.turns is not None,
     )
     engines.checks = parts.logprob_check(engines)
     # In lockstep the steps of a run follow from its settings.
@@ -192,4 +196,5 @@ def _server_parts(parts: SourceParts, secret: str, in_flight: InFlight) -> Serve
         capacity=config.source.requests_per_server,
         timeouts=RequestTimeouts(config.source.request_timeout_factor),
         longest_response=config.rollout.max_response_tokens,
+        turns=parts.turns,
     )

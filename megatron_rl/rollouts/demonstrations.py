@@ -75,8 +75,12 @@ class Demonstrations:
         given = prompt.extra.get(KEY) or ()
         if response >= len(given):
             return None
-        ids = _token_ids(given[response], self.encode)
-        return Completion(ids, [0.0] * len(ids), False, DEMONSTRATED)
+        return demonstration(_token_ids(given[response], self.encode))
+
+
+def demonstration(token_ids: Sequence[int]) -> Completion:
+    """A response that nobody here sampled."""
+    return Completion(token_ids, [0.0] * len(token_ids), False, DEMONSTRATED)
 
 
 def without_demonstrations(prompt: Prompt) -> Prompt:

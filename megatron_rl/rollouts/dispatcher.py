@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
+from megatron_rl.rollouts.environments.outcomes import Outcome
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread
-from megatron_rl.rollouts.store import Place, saved_score
+from megatron_rl.rollouts.store import Place, restored_outcome, saved_outcome, saved_score
 from megatron_rl.runtime.display import Progress
 from megatron_rl.scheduling.end_of_step import StepGroups
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
-from megatron_rl.types import Completion, Score, VersionSpan
+from megatron_rl.types import Completion, Score, VersionSpan, num_appended
 
 
 class GenerationRequest(NamedTuple):
@@ -35,17 +36,21 @@ class GenerationRequest(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A worker has a response; its tokens stay with the backend. ``length``: of the whole."""
+    """A worker has a response; its tokens stay with the backend. ``length``: of the whole;
+    ``outcome``: what its environment says of it, until it is scored."""
 
     worker: str
     request: Request
     length: int
     truncated: bool
     spans: tuple[VersionSpan, ...]
+    outcome: Outcome | None = None
 
     @classmethod
-    def of(cls, worker: str, request: Request, whole: Completion) -> Ended:
-        return cls(worker, request, len(whole.token_ids), whole.truncated, whole.spans)
+    def of(
+        cls, worker: str, request: Request, whole: Completion, outcome: Outcome | None = None
+    ) -> Ended:
+        return cls(worker, request, len(whole.token_ids), whole.truncated, whole.spans, outcome)
 
 
 class Unfinished(NamedTuple):
@@ -114,6 +119,11 @@ class Answer(NamedTuple):
     num_new: int
     score: Score | None = None
 
+    @property
+    def num_earlier(self) -> int:
+        """Tokens that were sampled in steps before."""
+        return self.length - self.num_new - num_appended(self.spans)
+
 
 @dataclass(frozen=True)
 class StepSummary:
@@ -151,6 +161,8 @@ class Dispatcher:
     backend: GenerationBackend
     rewards: RewardThread
     _answers: dict[Place, Answer] = field(default_factory=dict, init=False)
+    # Of those that wait for their scores.
+    _outcomes: dict[Place, Outcome] = field(default_factory=dict, init=False)
     _progress: dict[str, WorkerProgress] = field(default_factory=dict, init=False)
     _level: int | None = field(default=None, init=False)  # that the backend knows
 
@@ -168,12 +180,16 @@ class Dispatcher:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Ended):
-            num_new = event.length - self.job.store.length(event.request.place)
+            num_there = self.job.store.length(event.request.place)
+            num_new = event.length - num_there - num_appended(event.spans)
             if self.scheduler.finished(event.worker, event.request, num_new):
                 holder = self.backend.holder(event.worker, event.request.group)
                 answer = Answer(holder, event.length, event.truncated, event.spans, num_new)
                 self._answers[event.request.place] = answer
+                if event.outcome is not None:
+                    self._outcomes[event.request.place] = event.outcome
         elif isinstance(event, Scored):
+            self._outcomes.pop(event.request.place, None)
             answer = self._answers.get(event.request.place)
             if answer is not None:  # else its group was dropped meanwhile
                 self._answers[event.request.place] = answer._replace(score=event.score)
@@ -246,8 +262,9 @@ class Dispatcher:
         return Answer(holder, length, completion.truncated, completion.spans, num_new)
 
     def _forget(self, groups: set[int]) -> None:
-        answers = self._answers.items()
-        self._answers = {place: one for place, one in answers if place[0] not in groups}
+        for of_place in (self._answers, self._outcomes):
+            for place in [place for place in of_place if place[0] in groups]:
+                del of_place[place]
 
     @property
     def is_ready(self) -> bool:
@@ -307,7 +324,7 @@ class Dispatcher:
             if group not in shown:
                 sampled = [one for one in responses if one.spans[0].version != DEMONSTRATED]
                 num_refused += sum(one.num_new for one in sampled)
-                num_earlier += sum(one.length - one.num_new for one in sampled)
+                num_earlier += sum(one.num_earlier for one in sampled)
         used = sum(answer.num_new for answer in answers)
         stays = groups.open
         for group in stays:
@@ -341,7 +358,12 @@ class Dispatcher:
             for (group, response), answer in sorted(self._answers.items())
             if answer.score is not None
         ]
-        return {"scheduler": self.scheduler.state(), "scores": scores}
+        state = {"scheduler": self.scheduler.state(), "scores": scores}
+        outcomes = [
+            {"group": group, "response": response, **saved_outcome(outcome)}
+            for (group, response), outcome in sorted(self._outcomes.items())
+        ]
+        return {**state, "outcomes": outcomes} if outcomes else state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse, but for the scheduler; the store is restored already."""
@@ -350,6 +372,10 @@ class Dispatcher:
             values = dict(saved)
             place = values.pop("group"), values.pop("response")
             scores[place] = Score(**values)
+        for saved in state.get("outcomes", ()):
+            values = dict(saved)
+            place = values.pop("group"), values.pop("response")
+            self._outcomes[place] = restored_outcome(values)
         for place, completion, is_held in self.job.store.places():
             if is_held and place not in scores:
                 continue  # it has not ended
@@ -365,6 +391,7 @@ class Dispatcher:
             if answer.score is None and completion is not None and step is not None:
                 version = self.scheduler.rules.version_of(step)
                 prompt = self.job.stream.prompt(group, self.job.stream.visit(group))
-                self.rewards.give(Request(version, group, response), prompt, completion)
+                outcome = self._outcomes.get((group, response))
+                self.rewards.give(Request(version, group, response), prompt, completion, outcome)
         for judged_version, group in self.scheduler.end.to_judge():
             self._judge(judged_version, group)

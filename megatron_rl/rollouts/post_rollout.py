@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
+from megatron_rl.data.rows import interleaved
 from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.hooks import RolloutEdit
 from megatron_rl.rollouts.hooks.rollout_hooks import edited_responses
@@ -75,9 +75,7 @@ def of_different_prompts(uids: Sequence[str], count: int) -> list[int]:
     by_prompt: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
         by_prompt.setdefault(uid, []).append(row)
-    turns = zip_longest(*by_prompt.values())
-    in_turn = [row for turn in turns for row in turn if row is not None]
-    return in_turn[:count]
+    return interleaved(list(by_prompt.values()))[:count]
 
 
 def grouped(everything: Sequence[Response], responses: Responses) -> Groups:

@@ -24,7 +24,7 @@ from megatron_rl.rollouts.rows.verdicts import excluded_share
 from megatron_rl.rollouts.step_record import StepRecord
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.end_of_step import StepGroups, StepRules
-from megatron_rl.types import Completion, Prompt, Sampling, SyncReport
+from megatron_rl.types import Completion, Prompt, Sampling, SyncReport, num_appended
 
 
 class SampledStep(NamedTuple):
@@ -63,15 +63,23 @@ class SampledStep(NamedTuple):
         ]
         return cls(summary, prompts, completions, refused)
 
-    def responses(self, rank: int, sampling: Sampling, *, with_versions: bool) -> Responses:
+    def responses(
+        self, rank: int, sampling: Sampling, *, with_versions: bool, with_sampled: bool = False
+    ) -> Responses:
         """As rows, with what ``sampling`` wants beside the sampled tokens. ``with_versions``: adds
-        a column with the version of each token."""
+        a column with the version of each token; ``with_sampled``: one that tells them from what
+        environments have appended."""
         answers = self.summary.answers
         holders = np.array([answer.holder for answer in answers], dtype=np.int64)
         rows = np.flatnonzero(holders == rank)
         tokens = token_rows(
-            rows, self.completions, num_kept=sampling.num_kept, num_likely=sampling.num_likely
+            rows,
+            self.completions,
+            num_kept=sampling.num_kept,
+            num_likely=sampling.num_likely,
+            with_sampled=with_sampled,
         )
+        appended = np.array([num_appended(one.spans) for one in answers], dtype=np.int64)
         if with_versions:
             columns = {**tokens.columns, "weight_versions": token_versions(self.completions)}
             tokens = replace(tokens, columns=columns)
@@ -92,6 +100,7 @@ class SampledStep(NamedTuple):
             tokens=tokens,
             holders=holders,
             experts=experts,
+            num_appended=appended if with_sampled else None,
         )
 
 
@@ -99,11 +108,15 @@ class Engines(Protocol):
     """Where responses are generated, as all ranks see it; every method is collective.
 
     ``has_versions``: whether tokens of one response may be of several versions of the weights, or
-    of older ones, so that each carries its own.
+    of older ones, so that each carries its own. ``has_turns``: whether responses may have tokens
+    that an environment has appended.
     """
 
     @property
     def has_versions(self) -> bool: ...
+
+    @property
+    def has_turns(self) -> bool: ...
 
     def step(self, step: int, clock: Clock) -> SampledStep:
         """Until a step has its groups."""
@@ -229,7 +242,12 @@ class Rollouts:
 
     def _responses(self, sampled: SampledStep, sampling: Sampling) -> Responses:
         with_versions = self.engines.has_versions
-        return sampled.responses(self.world.rank, sampling, with_versions=with_versions)
+        return sampled.responses(
+            self.world.rank,
+            sampling,
+            with_versions=with_versions,
+            with_sampled=self.engines.has_turns,
+        )
 
     def training(self) -> AbstractContextManager[None]:
         """See protocols.RolloutSource, as are the methods below."""
@@ -274,6 +292,11 @@ def age_metrics(step: int, responses: Responses, world: World) -> dict[str, floa
     of a step. Demonstrations have no age."""
     lengths = responses.tokens.lengths
     versions = responses.tokens.columns["weight_versions"]
+    sampled = responses.tokens.columns.get("sampled")
+    num_tokens = int(responses.lengths.sum())
+    if sampled is not None and responses.num_appended is not None:
+        lengths, versions = response_sums(sampled, lengths).astype(np.int64), versions[sampled]
+        num_tokens -= int(responses.num_appended.sum())
     # Step s trains the policy of s - 1 updates.
     ages = np.where(versions >= 0, step - 1 - versions, 0)
     # The largest version less the smallest of each response: above 0 where it has several.
@@ -281,7 +304,6 @@ def age_metrics(step: int, responses: Responses, world: World) -> dict[str, floa
     sums = (response_sums(ages, lengths), response_sums(ages > 0, lengths))
     partials = np.column_stack([*sums, response_maxima(ages, lengths), spread > 0])
     table = of_all_rows(responses, partials, world)
-    num_tokens = int(responses.lengths.sum())
     return {
         "source/staleness_mean": float(table[:, 0].sum() / num_tokens),
         "source/staleness_max": float(table[:, 2].max()),

@@ -42,9 +42,11 @@ class SamplingPlan:
         for past in [one for one in self._by_version if one < oldest]:
             del self._by_version[past]
 
-    def __call__(self, step: int, prompt: Prompt, version: int) -> Sampling:
-        """``step``: counted from 1."""
+    def __call__(self, step: int, prompt: Prompt, version: int, turn: int = 0) -> Sampling:
+        """``step``: counted from 1; ``turn``: from 0."""
         sampling = self.of_step(step)
+        if turn and sampling.seed is not None:  # else a later turn would repeat the first draws
+            sampling = replace(sampling, seed=sampling_seed(sampling.seed, turn))
         # Besides training there are no hooks, and the plan is told of no weights.
         if not self.hooks.hooks:
             return sampling
@@ -63,7 +65,8 @@ class SamplingPlan:
 
 
 def sampling_seed(seed: int, step: int) -> int:
-    """A distinct seed for each step (32 bits); evaluation uses step 0 only."""
+    """A distinct seed for each step (32 bits); evaluation uses step 0 only. From the seed of a step
+    one for each turn."""
     return (seed * 1_000_003 + step * 1_009) % 2**32
 
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.models.experts import NOT_GIVEN, filled_in
 from megatron_rl.passes import EXPERTS
+from megatron_rl.rollouts.environments.outcomes import Outcome
 from megatron_rl.scheduling.end_of_step import StepGroups
 from megatron_rl.types import PLACES, Completion, Score, VersionSpan
 
@@ -112,6 +113,11 @@ def joined(first: Completion | None, more: Completion) -> Completion:
     if experts is not None and first.experts is not None:
         experts = filled_in(first.experts, experts)
     behind = len(first.token_ids)
+    places: dict[str, Any] = {
+        name: array(typecode, getattr(first, name) or ()) + array(typecode, values)
+        for name, (typecode, _) in PLACES.items()
+        if (values := getattr(more, name)) is not None
+    }
     later = [VersionSpan(span.version, behind + span.end) for span in more.spans]
     return Completion(
         array("i", first.token_ids) + array("i", more.token_ids),
@@ -120,6 +126,7 @@ def joined(first: Completion | None, more: Completion) -> Completion:
         first.weight_version,
         (*first.spans, *later),
         experts=experts,
+        **places,
     )
 
 
@@ -186,4 +193,17 @@ def _restored(saved: Sequence[Mapping[str, Any]]) -> dict[Place, Completion]:
 
 def saved_score(score: Score) -> dict[str, Any]:
     """For a checkpoint: plain values, from which ``Score(**values)`` makes it again."""
-    return {**vars(score), "parts": dict(score.parts)}
+    values = {**vars(score), "parts": dict(score.parts)}
+    facts = dict(values.pop("environment"))
+    return {**values, "environment": facts} if facts else values
+
+
+def saved_outcome(outcome: Outcome) -> dict[str, Any]:
+    """The same of a response that has ended, for ``restored_outcome``."""
+    score = None if outcome.score is None else saved_score(outcome.score)
+    return {"truncated": outcome.truncated, "score": score, "facts": dict(outcome.facts)}
+
+
+def restored_outcome(saved: Mapping[str, Any]) -> Outcome:
+    score = None if saved["score"] is None else Score(**saved["score"])
+    return Outcome((), saved["truncated"], score, saved["facts"])

@@ -87,14 +87,14 @@ def _named(path: str) -> re.Match[str] | None:
 
 def _on_each_machine(config: Config, world: World, patterns: Sequence[str]) -> None:
     """The first rank of a machine downloads, the others wait."""
-    snapshot = _SNAPSHOT.search(config.model.path)
-    assert snapshot is not None, "a folder of the library's cache"
-    repo = f"{snapshot['owner']}/{snapshot['name']}"
+    found = repo_and_commit(config.model.path)
+    assert found is not None, "a folder of the library's cache"
+    repo, commit = found
     problem: ValueError | None = None
     if world.local_rank == 0:
         try:
             with nullcontext() if world.is_main else _Quiet():
-                folder = _fetched(repo, repo, snapshot["commit"], patterns)
+                folder = _fetched(repo, repo, commit, patterns)
             if folder != config.model.path:
                 problem = ValueError(
                     f"model.path = {repo}: this machine keeps it in {folder}, the first one in"
@@ -120,10 +120,14 @@ class _Quiet:
 def _commit_of_run(run_dir: Path, repo: str) -> str | None:
     """The commit that a run of this folder began with, if it is of ``repo``."""
     record = read_record(run_dir / CONFIG) or {}
-    snapshot = _SNAPSHOT.search(record.get("model", {}).get("path", ""))
-    if snapshot and f"{snapshot['owner']}/{snapshot['name']}" == repo:
-        return snapshot["commit"]
-    return None
+    found = repo_and_commit(record.get("model", {}).get("path", ""))
+    return found[1] if found and found[0] == repo else None
+
+
+def repo_and_commit(folder: str) -> tuple[str, str] | None:
+    """``("OWNER/NAME", commit)`` of a folder of the library's cache; None of any other."""
+    found = _SNAPSHOT.search(folder)
+    return (f"{found['owner']}/{found['name']}", found["commit"]) if found else None
 
 
 def _check_digests(folder: Path, before: Collection[str]) -> None:
@@ -164,11 +168,10 @@ def _fetched(path: str, repo: str, revision: str | None, patterns: Sequence[str]
     except RevisionNotFoundError:
         problem = f"the hub has no revision {revision} of it; give a branch, a tag or a commit"
     except RepositoryNotFoundError:
-        problem = "neither a local folder nor a model of the hub; correct it, or set HF_TOKEN for"
-        problem += " one that is private"
+        problem = "not there; correct the name, or set HF_TOKEN for one that is private"
     except LocalEntryNotFoundError as error:
         problem = f"not in the cache (HF_HOME), and the hub does not answer ({first_line(error)});"
         problem += f" on a machine that reaches it: hf download {repo}"
     except Exception as error:  # noqa: BLE001 (of the library, of its HTTP client, and Python's)
         problem = f"the download failed ({first_line(error)}); start again: what is there is kept"
-    raise ValueError(f"model.path = {path}: {problem}")
+    raise ValueError(f"model.path = {path}: no such folder; as a model of the hub: {problem}")

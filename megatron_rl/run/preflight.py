@@ -14,6 +14,8 @@ from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.models.base import vision_problems
 from megatron_rl.reporting.comparison.runs import METRICS, SAMPLES
 from megatron_rl.reporting.row_file import check_rows
+from megatron_rl.reporting.tracking import check_accounts
+from megatron_rl.run.push import check_token
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS, ResumePoint
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.guard import lock
@@ -77,7 +79,8 @@ def check_before_build(config: Config, start: ResumePoint, keep_reference: bool)
         facts.refuse_other(start.checkpoint, info, wanted)
         safe_load.check_files(start.checkpoint)
     _check_room(config, arch, keep_reference)
-    _check_wandb(config)
+    check_accounts(config.logging)
+    check_token(config.hub.push)
 
 
 def _check_room(config: Config, arch: Architecture, keep_reference: bool) -> None:
@@ -113,18 +116,3 @@ def _check_room(config: Config, arch: Architecture, keep_reference: bool) -> Non
     present = disk.used_bytes(folder / CHECKPOINTS)
     if free + present < num_kept * checkpoint_bytes + export_bytes:
         logger.warning("run_dir = %s: %s; %s will fill the disk", folder, sizes, keys)
-
-
-def _check_wandb(config: Config) -> None:
-    if config.logging.wandb != "online":
-        return
-    import wandb
-
-    # Without a key, or with one that cannot be, this needs no network.
-    remedy = "set WANDB_API_KEY, run `wandb login`, or set logging.wandb=offline"
-    try:
-        known = wandb.login(prompt=False, verify=False)
-    except wandb.Error as error:
-        raise ValueError(f"logging.wandb = online: {error}; {remedy}") from None
-    if not known:
-        raise ValueError(f"logging.wandb = online: no key of an account is set here; {remedy}")

@@ -2,7 +2,8 @@
 
 ``config.json`` (resolved configuration, versions, commit), ``metrics.jsonl``, ``samples.jsonl``,
 ``checkpoints/step_NNNNNN``, ``export`` (HF), ``exports/step_NNNNNN``, ``best.json``,
-``curves.png``, ``tensorboard/``; ``changes.jsonl`` where a start with other settings was allowed;
+``curves.png``; ``trackers.json`` and a folder of each tracker; ``changes.jsonl`` where a start with
+other settings was allowed;
 ``*.overwritten.jsonl``: rows of steps that a later start repeated; ``requeue`` while a preempted
 run waits to be resumed; ``failed_host``, the machine on which the last start failed, until the
 next; ``.lock``, held by the live run.
@@ -29,8 +30,8 @@ from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUE
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import archive_rows, missing_steps, replace_text
-from megatron_rl.reporting.sinks import ConsoleLine, Metrics, MetricsFile, tensorboard_writer
-from megatron_rl.reporting.wandb_run import WandbRun
+from megatron_rl.reporting.sinks import ConsoleLine, Metrics, MetricsFile
+from megatron_rl.reporting.tracking import Tracking
 from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.run.preflight import claim
 from megatron_rl.run.run_record import describe, listed
@@ -69,7 +70,7 @@ class RunFolder:
         # Those of the learner: their state is in every checkpoint.
         self.signals = signals or Signals()
         self._writers: list[Callable[[Metrics], None]] = []
-        self._wandb: WandbRun | None = None
+        self._tracking: Tracking | None = None
         self._start: ResumePoint | None = None
         self._record: dict[str, Any] = {}
         self.scores = Scores(config.checkpoint.best_metric, config.evaluation.stop_after)
@@ -215,25 +216,16 @@ class RunFolder:
                 write(metrics)
 
     def log_samples(self, step: int, responses: Sequence[Response]) -> None:
-        """Writes these responses of the step, as text, to ``samples.jsonl``; called on rank 0."""
+        """Writes these responses of the step, as text, to ``samples.jsonl``
+        and to the trackers; called on rank 0."""
+        rows = [_sample(step, response) for response in responses]
         with (
             disk.room_for(self.path, 0, "samples"),
             (self.path / SAMPLES).open("a", encoding="utf-8") as file,
         ):
-            for response in responses:
-                row = {
-                    "step": step,
-                    "prompt": response.prompt.uid,
-                    "prompt_text": response.prompt.text,
-                    "response": response.text,
-                    "answer": response.prompt.answer,
-                    "reward": response.score.reward,
-                    "correct": response.score.correct,
-                    "truncated": response.completion.truncated,
-                }
-                if response.score.problem is not None:
-                    row["problem"] = response.score.problem
-                file.write(json.dumps(row) + "\n")
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        if self._tracking is not None:
+            self._tracking.log_samples(step, rows)
 
     def request_requeue(self, step: int) -> None:
         """Tells the launcher script that the run was preempted, not finished: exit codes do not
@@ -276,18 +268,17 @@ class RunFolder:
         self._writers.append(MetricsFile(self.path / METRICS))
         if wanted.console:
             self._writers.append(ConsoleLine(config.trainer.steps, self._display.console))
-        if wanted.tensorboard:
-            self._writers.append(tensorboard_writer(self.path))
-        if wanted.wandb != "disabled":
+        if wanted.trackers:
             earlier = read_metrics(self.path / METRICS) if start.step else []
-            self._wandb = WandbRun(self.path, config, self._record, earlier)
-            self._writers.append(self._wandb)
+            first = start.step + 1 if start.step else 0
+            self._tracking = Tracking(self.path.resolve(), config, self._record, first, earlier)
+            self._writers.append(self._tracking.log)
 
     def _close(self, *, failed: bool = False) -> None:
         """Ends the logs that do not write each line at once (rank 0)."""
-        if self._wandb is not None:
-            self._wandb.close(failed=failed)
-            self._wandb = None
+        if self._tracking is not None:
+            self._tracking.close(failed=failed)
+            self._tracking = None
 
     def _archive(self, start: ResumePoint) -> None:
         """Archives what the run is going to overwrite: rows, and checkpoints later than the one
@@ -322,3 +313,19 @@ class RunFolder:
         with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
             for change in start.changes:
                 file.write(json.dumps({"step": start.step, **vars(change)}) + "\n")
+
+
+def _sample(step: int, response: Response) -> dict[str, Any]:
+    row = {
+        "step": step,
+        "prompt": response.prompt.uid,
+        "prompt_text": response.prompt.text,
+        "response": response.text,
+        "answer": response.prompt.answer,
+        "reward": response.score.reward,
+        "correct": response.score.correct,
+        "truncated": response.completion.truncated,
+    }
+    if response.score.problem is not None:
+        row["problem"] = response.score.problem
+    return row

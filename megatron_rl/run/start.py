@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoints import directory
+from megatron_rl.config.load import fill_missing
 from megatron_rl.config.schema import Config
 from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE
 from megatron_rl.reporting.metrics_file import read_metrics
@@ -359,9 +360,14 @@ def is_run(folder: Path) -> bool:
 
 
 def values_of_run(run: Path) -> dict[str, Any]:
-    """The configuration of a run, as it was composed."""
+    """The configuration of a run, as it was composed; keys that came with a later version of the
+    program have their defaults, and are logged."""
     saved = read_config(run)
-    return {key: saved[key] for key in Config.model_fields if key in saved}
+    values = {key: saved[key] for key in Config.model_fields if key in saved}
+    added = fill_missing(Config, values)
+    if added:
+        logger.warning("%s is older than these keys, which count as %s", run, ", ".join(added))
+    return values
 
 
 def engine_of_machine() -> str:

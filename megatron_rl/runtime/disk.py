@@ -23,11 +23,6 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(_there(folder)).free
 
 
-def free_files(folder: Path) -> int:
-    """How many files can still be made there."""
-    return os.statvfs(_there(folder)).f_favail
-
-
 def _there(folder: Path) -> Path:
     return next(
         place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
@@ -75,12 +70,12 @@ def room_for(folder: Path, needed: int, what: str) -> Iterator[None]:
         still_needed = max(needed - used_bytes(folder), _USELESS_BYTES)
         if not (says_full(error) or free_bytes(folder) < still_needed):
             raise
+        num_files = os.statvfs(_there(folder)).f_favail  # a disk may be out of these alone
         raise ValueError(
             f"no space left on the disk of {folder}: {what} takes {as_text(needed)},"
-            f" {as_text(free_bytes(folder))} and {free_files(folder)} files are free"
-            f" ({first_line(error)}); make room and start"
-            " again: the run resumes from its last whole checkpoint, what was half written is"
-            " removed"
+            f" {as_text(free_bytes(folder))} and {num_files} files are free ({first_line(error)});"
+            " make room and start again: the run resumes from its last whole checkpoint, what was"
+            " half written is removed"
         ) from error
 
 

@@ -28,7 +28,6 @@ from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.guard.failure import Peer
 from megatron_rl.runtime.guard.failure import exit_process as exit_process
-from megatron_rl.runtime.guard.failure import report as report
 from megatron_rl.runtime.guard.heartbeat import SILENT_S, Heartbeat
 from megatron_rl.runtime.process import prepare
 from megatron_rl.runtime.process import reported as reported

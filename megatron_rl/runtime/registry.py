@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import secrets
 import time
@@ -37,6 +38,7 @@ class Registration:
         beat: how often it has written this.
         lease_s: a server without a beat for longer counts as gone.
         serves: by configuration key, what it was started with that its answers depend on.
+        place: number of the folder (inode) that it writes into; 0: not known.
 
     Example: ``Registration("node3-8000-1f2e", "http://127.0.0.1:8000", beat=7, lease_s=30.0)``.
     """
@@ -46,6 +48,7 @@ class Registration:
     beat: int
     lease_s: float
     serves: Mapping[str, str] = field(default_factory=dict)
+    place: int = 0
 
 
 def run_secret(folder: Path) -> str:
@@ -85,8 +88,8 @@ class Lease:
 
     def __init__(self, folder: Path, registration: Registration) -> None:
         self._path = folder / f"{registration.name}.json"
-        self._registration = registration
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._registration = replace(registration, place=folder.stat().st_ino)
         before = Registry(folder).look()
         url = registration.url
         for other in before.values():
@@ -145,7 +148,9 @@ class Registry:
                 continue
             # Any change counts, not only a larger beat: a server that was started again begins with
             # beat 0.
-            before, changed_at = self._seen.get(registration.name, (None, now))
+            before, changed_at = self._seen.get(
+                registration.name, (registration, self._first_change(path, registration, now))
+            )
             present[registration.name] = (
                 registration,
                 changed_at if before == registration else now,
@@ -156,6 +161,18 @@ class Registry:
             for name, (registration, changed_at) in present.items()
             if now - changed_at <= registration.lease_s
         }
+
+    def _first_change(self, path: Path, registration: Registration, now: float) -> float:
+        """Of a server that is seen for the first time. In a copy of a run's folder its file never
+        changes; some file systems number one folder twice, and there it does."""
+        if registration.place in (0, self.folder.stat().st_ino):
+            return now
+        self._warn_once(
+            path,
+            f"server {registration.name} registered in another folder, of which {self.folder} is a"
+            " copy, and does not write here",
+        )
+        return -math.inf
 
     def remove(self, name: str) -> None:
         """The server is not to come back under this name, which no other start of one has."""

@@ -149,17 +149,17 @@ class WorkQueue:
         assigned: list[Assignment] = []
         for version in sorted(self._waiting):
             heap = self._waiting[version]
-            workers = self.workers.items()
-            fitting = {name: worker for name, worker in workers if self._fits(worker, version)}
+            fitting = {
+                name: worker
+                for name, worker in self.workers.items()
+                if worker.version == version or (worker.version > version and not self._exact)
+            }
             if heap and fitting:
                 total = len(heap) + sum(len(worker.running) for worker in fitting.values())
                 assigned += self._hand_out(heap, fitting, math.ceil(total / len(fitting)))
             if not heap:
                 del self._waiting[version]
         return assigned
-
-    def _fits(self, worker: Worker, version: int) -> bool:
-        return worker.version == version or (worker.version > version and not self._exact)
 
     def _hand_out(
         self, heap: list[Request], fitting: dict[str, Worker], equal_part: int

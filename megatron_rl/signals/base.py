@@ -16,7 +16,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.reading import Data
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, Outputs, TokenScores, TokenView
-from megatron_rl.protocols import ImageProcessor, Policy
+from megatron_rl.protocols import ImageProcessor, Policy, Teacher
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.rollouts.rows.partials import response_sums
 from megatron_rl.runtime.launch import World
@@ -55,6 +55,7 @@ class StepView:
     tokens: Mapping[str, np.ndarray]
     policy: Policy
     ranks: RowGathering
+    teachers: Sequence[Teacher] = ()
 
     @property
     def num_responses(self) -> int:

@@ -233,7 +233,10 @@ class Runner:
                 try:
                     while (self._waiting or self._live) and not came:
                         self._fill(came)
-                        self._reap()
+                        for live in list(self._live):
+                            if (code := live.process.poll()) is not None:
+                                self._live.remove(live)
+                                self._note_end(live, code)
                         if self._live:
                             time.sleep(_POLL_S)
                 finally:
@@ -241,7 +244,10 @@ class Runner:
                     stop([live.process for live in self._live])
         if came:
             raise Stopped(came[0])
-        self._look_again(trials)
+        for trial in trials:  # what another start has finished meanwhile
+            if trial.name in self.outcome.elsewhere and is_finished(trial.config):
+                del self.outcome.elsewhere[trial.name]
+                self.outcome.done.append(trial.name)
         return self.outcome
 
     def _fill(self, came: Sequence[str]) -> None:
@@ -278,12 +284,6 @@ class Runner:
         self._live.append(Live(trial, process, slot, error_file, log, time.monotonic()))
         self._say(trial, "started" if log is None else f"started, output in {log}")
 
-    def _reap(self) -> None:
-        for live in list(self._live):
-            if (code := live.process.poll()) is not None:
-                self._live.remove(live)
-                self._note_end(live, code)
-
     def _note_end(self, live: Live, code: int) -> None:
         trial = live.trial
         took = duration(time.monotonic() - live.since)
@@ -306,13 +306,6 @@ class Runner:
             if live.log is not None:  # without a log its output is on the console already
                 for line in failure.lines:
                     print(f"    {line}", file=sys.stderr, flush=True)
-
-    def _look_again(self, trials: Sequence[Trial]) -> None:
-        """Counts what another start has finished meanwhile."""
-        for trial in trials:
-            if trial.name in self.outcome.elsewhere and is_finished(trial.config):
-                del self.outcome.elsewhere[trial.name]
-                self.outcome.done.append(trial.name)
 
     def _say(self, trial: Trial, what: str) -> None:
         trials = {**vars(self.outcome), "running": self._live, "left": self._waiting}

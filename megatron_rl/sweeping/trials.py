@@ -99,8 +99,8 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) ->
     return configs
 
 
-def with_wandb(trials: Sequence[Trial], sweep: str) -> list[Trial]:
-    """The trials, those that log to wandb with what makes the same comparison there.
+def with_trackers(trials: Sequence[Trial], sweep: str) -> list[Trial]:
+    """The trials, those with a tracker that groups runs with what makes the comparison there.
 
     The seeds of a combination share a group, ``SWEEP/COMBINATION``, which wandb can average; a
     group that the user gives stays. The name of the sweep and of its experiment are tags next to
@@ -111,17 +111,17 @@ def with_wandb(trials: Sequence[Trial], sweep: str) -> list[Trial]:
 
 def _tracked(trial: Trial, sweep: str) -> Trial:
     logging = trial.config.logging
-    if logging.wandb == "disabled":
+    if not set(logging.trackers) - {"tensorboard"}:
         return trial
     shown = [text for text in trial.differing if not is_seed(text)]
     more = []
-    if logging.wandb_group is None:
+    if logging.group is None:
         group = shortened(f"{sweep}/{plain_name(shown)}" if shown else sweep)
-        more.append(as_override("logging.wandb_group", group))
+        more.append(as_override("logging.group", group))
     experiments = [text for text in trial.overrides if text.lstrip("+").startswith("experiment=")]
     own = [text[:MAX_TAG] for text in (sweep, *experiments)]
-    tags = dict.fromkeys([*logging.wandb_tags, *own])
-    more.append(f"logging.wandb_tags=[{','.join(map(quoted, tags))}]")
+    tags = dict.fromkeys([*logging.tags, *own])
+    more.append(f"logging.tags=[{','.join(map(quoted, tags))}]")
     # After the others: of two overrides of one key the last holds.
     return replace(trial, overrides=(*trial.overrides, *more))
 

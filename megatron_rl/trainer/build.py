@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.rules.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
+from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from megatron_rl.data.reading import Data, training_stream, with_steps
 from megatron_rl.data.shared import shared_data
@@ -34,6 +36,7 @@ from megatron_rl.rollouts.build import (
     build_served,
 )
 from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
+from megatron_rl.rollouts.environments.turns import needs_reward, turns_of_run
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rollouts import Rollouts
@@ -54,6 +57,15 @@ from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.warm_start import (
+    GivenRows,
+    WarmStart,
+    WarmStartLearner,
+    given_prompts,
+    samples,
+    supervised,
+    untrained,
+)
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
@@ -66,17 +78,17 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     built, which takes long."""
     stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
+    turns = turns_of_run(config, tokenizer)
     with display.phase("reading the prompts", name="prompts"):
         vision = vision_of(config.model.path, config.data)
-        data = shared_data(config, world, tokenizer, vision)
+        data, given = read_prompts(config, world, tokenizer, vision)
         config = with_steps(config, data)
         reward = build_reward(config.reward, lambda prompt: prompt.text)
-        reward.check([*data.train_prompts, *data.held_out_prompts])
+        if needs_reward(turns):
+            reward.check([*data.train_prompts, *data.held_out_prompts])
     method, signals = build_method(config, data)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
-    demonstrations = None
-    if "is_demonstration" in method.reads:
-        demonstrations = build_demonstrations(config, data, tokenizer, world)
+    demonstrations = build_demonstrations(config, method, data, tokenizer, world)
     loader = training_stream(data, config)
     folder = RunFolder(config, world, display, signals)
     start = folder.prepare(data_fingerprint(loader.state()))
@@ -105,25 +117,24 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         sampling=rollout_sampling(config, stop_ids, signals.num_likely, expert_width(policy.arch)),
         post=build_post_rollout(config, world, folder, decode),
         demonstrations=demonstrations,
+        turns=turns,
         save=lambda step: folder.save_unless_there(step, policy, source),
     )
-    source = build_served(parts) if config.source.is_servers else build_with_engines(parts)
+    rollouts = build_served(parts) if config.source.is_servers else build_with_engines(parts)
+    learner = build_learner(config, world, policy, method, signals)
+    source, learner = after_warm_start(config, given, policy, rollouts, learner)
+    profile = config.profile
     return Trainer(
         config=config.trainer,
         source=source,
-        learner=build_learner(config, world, policy, method, signals),
-        evaluator=build_evaluator(config, source, data, method, stop_ids),
+        learner=learner,
+        evaluator=build_evaluator(config, rollouts, data, method, stop_ids),
         folder=folder,
         world=world,
         display=display,
-        profiler=build_profiler(config, world.rank),
+        profiler=Profiler(profile.steps, profile.kind, folder.path / "profile", world.rank),
         stop_requested=stop_requested.__bool__,
     )
-
-
-def build_profiler(config: Config, rank: int) -> Profiler:
-    folder = Path(config.run_dir) / "profile"
-    return Profiler(config.profile.steps, config.profile.kind, folder, rank)
 
 
 def build_with_engines(parts: SourceParts) -> Rollouts:
@@ -149,19 +160,54 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
         )
     signals = signals_of(method, config.seed)
     signals.check(data.train_prompts, config)
+    if config.env.has_turns and (signals.members or method.reads_token_ids):
+        raise ValueError(
+            f"env.name = {config.env.name}: method = {method.name} reads"
+            f" {', '.join(method.reads) or 'the token ids of responses'}, which is not built for"
+            " several turns; choose a method that does not (grpo, dapo, rloo), or env=single"
+        )
     return method, signals
 
 
 def build_demonstrations(
-    config: Config, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
-) -> Demonstrations:
-    """Collective. The responses that prompts bring along. Raises ValueError where they are none,
-    see ``check_demonstrations``."""
+    config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
+) -> Demonstrations | None:
+    """Collective. The responses that prompts bring along; None where the method reads none. Raises
+    ValueError where they are none, see ``check_demonstrations``."""
+    if "is_demonstration" not in method.reads:
+        return None
     plain = partial(tokenizer.encode, add_special_tokens=False)
     encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
     limits = (config.batch.responses_per_prompt, config.rollout.max_response_tokens)
     world.from_main(lambda: check_demonstrations(data.train_prompts, encode, *limits))
     return Demonstrations(encode)
+
+
+def read_prompts(
+    config: Config,
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
+) -> tuple[Data, GivenRows | None]:
+    """Collective. The prompts of a run, and the rows of its warm start that are not held out. A run
+    that samples nothing has these for training prompts, and reads no others.
+
+    Raises:
+        ValueError: as ``read_data`` and ``given_prompts``, on every rank.
+    """
+    is_sampling = samples(config)
+    data = shared_data(config if is_sampling else untrained(config), world, tokenizer, vision)
+    if not config.warm_start.steps:
+        return data, None
+    plain = partial(tokenizer.encode, add_special_tokens=False)
+    encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
+    rows = shared_data(supervised(config), world, tokenizer, vision).train_prompts
+    held_out = data.held_out_prompts if config.data.drop_eval_overlap else ()
+    prompts = given_prompts(rows, held_out, encode, config.rollout.max_response_tokens)
+    loader = PromptLoader(prompts, seed=config.seed, shuffle=config.data.shuffle)
+    warm, temperature = config.warm_start, config.rollout.temperature
+    given = GivenRows(prompts, loader, encode, warm.rows_per_step, temperature, world)
+    return data if is_sampling else replace(data, train_prompts=prompts), given
 
 
 def build_post_rollout(
@@ -214,6 +260,8 @@ def policy_settings(
         share_prompts=config.batch.share_prompts,
         image_processor=vision,
         read_weights=read_weights,
+        warm_start_steps=config.warm_start.steps,
+        warm_start_rate=config.warm_start.peak_learning_rate,
     )
 
 
@@ -236,7 +284,26 @@ def build_learner(
         placement=Placement(policy.batching, world),
         update_matches_score=fp8 is None or fp8.logprobs == "same",
         records_experts=config.rollout.router_replay == "old_policy",
+        teachers=policy.teachers,
     )
+
+
+def after_warm_start(
+    config: Config,
+    given: GivenRows | None,
+    policy: MegatronPolicy,
+    rollouts: Rollouts,
+    learner: Learner,
+) -> tuple[Rollouts | WarmStart, Learner | WarmStartLearner]:
+    """``rollouts`` and ``learner``, behind the supervised steps on ``given``, where there are."""
+    if given is None:
+        return rollouts, learner
+    steps = config.warm_start.steps
+    config = supervised(config)
+    method = Method(config.method)
+    first = build_learner(config, given.world, policy, method, signals_of(method))
+    source = WarmStart(rollouts, given, steps)
+    return source, WarmStartLearner(first, learner, steps, policy.renew_reference)
 
 
 def build_engine(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.loss import Credit, Method, ResponseBatch
 from megatron_rl.passes import EXPERTS, Output, TokenScores, UpdateResult
-from megatron_rl.protocols import Policy
+from megatron_rl.protocols import Policy, Teacher
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.rollouts.rows.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.signals import Signals, StepView
@@ -28,10 +28,6 @@ class MinibatchPlan:
     prompts_per_minibatch: int
     epochs_per_rollout: int
     seed: int
-
-    def is_single(self, experience: Experience) -> bool:
-        """Whether the whole rollout is one minibatch, seen once."""
-        return self.epochs_per_rollout == 1 and experience.num_groups <= self.prompts_per_minibatch
 
     def minibatches(self, step: int, experience: Experience) -> Iterator[list[int]]:
         """Kept rows of each minibatch, equal on every rank; later epochs go through the groups in a
@@ -56,6 +52,7 @@ class Learner:
 
     Attributes:
         signals: of the method; their state is part of checkpoints.
+        teachers: those of ``model.teacher``.
         records_experts: updates take the experts of the pass that gives the old logprobs.
         update_matches_score: the policy's updates compute logprobs in the number format of its
             scores, so that those of an update's own forward may stand in for a pass of their own.
@@ -69,6 +66,7 @@ class Learner:
     placement: Placement
     update_matches_score: bool
     records_experts: bool = False
+    teachers: Sequence[Teacher] = ()
 
     def score(self, experience: Experience) -> Experience:
         """Collective: brings tokens to their owners, and adds the credit, what the method reads of
@@ -76,7 +74,7 @@ class Learner:
 
         What comes back without old logprobs is ``on_policy``: decided here and nowhere else.
         """
-        experience = self._with_num_sampled(self.placement.to_owners(experience))
+        experience = self.placement.to_owners(experience)
         if self.signals.needs("ref"):
             experience = replace(experience, ref=self._scores(experience, reference=True))
         if self.signals.needs("old"):  # the credit is computed from old logprobs
@@ -92,14 +90,6 @@ class Learner:
             return experience
         return self._with_old(experience)
 
-    def _with_num_sampled(self, experience: Experience) -> Experience:
-        """Collective where responses have tokens that were not sampled."""
-        sampled = experience.responses.tokens.columns.get("sampled")
-        if sampled is None:
-            return experience
-        num_sampled = self.view(experience).response_sums(sampled).long()
-        return replace(experience, num_sampled=num_sampled)
-
     def view(
         self,
         experience: Experience,
@@ -112,7 +102,10 @@ class Learner:
             placed = Placed(experience.scored_tokens, experience.local)
             rows = range(len(experience.responses))
         tokens = placed.tokens.columns
-        return StepView(experience, rows, placed.local, tokens, self.policy, self.placement)
+        ranks = self.placement
+        return StepView(
+            experience, rows, placed.local, tokens, self.policy, ranks, teachers=self.teachers
+        )
 
     def _credit(self, experience: Experience) -> Credit:
         """Collective where the method reads tokens: advantages, KL weights and kept rows."""
@@ -128,7 +121,7 @@ class Learner:
 
     def _shaped_rewards(self, experience: Experience) -> Float[Tensor, " responses"]:
         """Where the method reads token ids, each response is looked at by its owner."""
-        lengths = experience.sequences.response_lengths
+        lengths = experience.loss_tokens
         if not self.method.reads_token_ids:
             return self.method.shape_rewards(experience.rewards, lengths, experience.truncated)
         tokens = experience.responses.tokens
@@ -146,7 +139,9 @@ class Learner:
         would need. (Metrics want the old logprobs of rows without an update too.)"""
         assert experience.credit is not None
         every_row = bool(experience.credit.keep.all())
-        return self.update_matches_score and self.plan.is_single(experience) and every_row
+        one_minibatch = experience.num_groups <= self.plan.prompts_per_minibatch
+        seen_once = one_minibatch and self.plan.epochs_per_rollout == 1
+        return self.update_matches_score and seen_once and every_row
 
     def _with_old(self, experience: Experience) -> Experience:
         scores = self._scores(experience)

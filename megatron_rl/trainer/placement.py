@@ -58,9 +58,7 @@ class Placement:
         owners = owning_ranks([plan], len(responses), self.sharding.owners)
         route = Route(responses.lengths, responses.holders, owners)
         tokens = exchange_rows(responses.tokens, route, self.world)
-        experts = responses.experts
-        if experts is not None:
-            experts = exchange_rows(experts, _of_sequences(route, experience), self.world)
+        experts = self._experts(experience, route)
         placed = self._placed(experience, plan, tokens, experts)
         responses = replace(responses, tokens=placed.tokens, holders=owners, experts=None)
         experience = replace(experience, responses=responses, local=placed.local)
@@ -80,8 +78,7 @@ class Placement:
         experts = experience.responses.experts
         if not stays:
             tokens = exchange_rows(tokens, route, self.world)
-            if experts is not None:
-                experts = exchange_rows(experts, _of_sequences(route, experience), self.world)
+            experts = self._experts(experience, route)
         return self._placed(experience, plan, tokens, experts, everywhere=stays)
 
     def of_all_rows(
@@ -109,6 +106,15 @@ class Placement:
         target = np.full(len(responses), -1)
         target[rows] = owning_ranks([plan], len(responses), self.sharding.owners)[rows]
         return Route(responses.lengths, source, target)
+
+    def _experts(self, experience: Experience, route: Route) -> TokenRows | None:
+        """Collective: the experts of tokens, if they were recorded, where ``route`` brings them."""
+        experts = experience.responses.experts
+        if experts is None:
+            return None
+        # They are of the tokens of prompts too.
+        route = replace(route, lengths=experience.sequences.lengths.numpy())
+        return exchange_rows(experts, route, self.world)
 
     def _placed(
         self,
@@ -169,8 +175,3 @@ class Placement:
     @property
     def _owns(self) -> bool:
         return self.sharding.owners[self.sharding.data_rank] == self.world.rank
-
-
-def _of_sequences(route: Route, experience: Experience) -> Route:
-    """Of rows with the tokens of prompts too."""
-    return replace(route, lengths=experience.sequences.lengths.numpy())

@@ -18,6 +18,7 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
 from megatron_rl.runtime.profiling import Profiler
 from megatron_rl.trainer.learner import Learner
+from megatron_rl.trainer.warm_start import WarmStartLearner
 from megatron_rl.types import SyncReport
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Trainer:
 
     config: TrainerConfig
     source: RolloutSource[Experience]
-    learner: Learner
+    learner: Learner | WarmStartLearner
     evaluator: Evaluator
     folder: RunFolder
     world: World
@@ -125,7 +126,7 @@ class Trainer:
 def _step_metrics(
     experience: Experience, learned: dict[str, float], synced: SyncReport, clock: Clock
 ) -> dict[str, float]:
-    num_tokens = int(experience.sequences.response_lengths.sum())
+    num_tokens = int(experience.loss_tokens.sum())
     num_sampled = experience.responses.num_sampled_tokens
     num_left = sum(
         (experience.discarded_tokens, experience.dropped_tokens, experience.excluded_tokens)

@@ -188,22 +188,10 @@ def compare(
 
 
 @on_ranks(2)
-def test_a_ratio_of_half_a_response_is_another():
-    """Without the sum over context ranks GSPO's loss differs: the comparison can fail."""
-    rows, method = rollout(5), load_method("gspo")
-    batch = token_batch(rows, method.credit(response_batch(rows)))
-    total = sum(
-        method.loss(part_of(batch, at, len(rows))).loss.detach()
-        for at in layout(batch, len(rows), 2)
-    )
-    dist.all_reduce(total)
-    assert abs(total.item() - method.loss(batch).loss.item()) > 1e-3
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["archer", "rl_zvp"])
-def test_statistics_of_half_a_response_are_others(name: str):
-    """Without the tokens of the other context rank quantile and maximum differ."""
+@pytest.mark.parametrize(("name", "least"), [("gspo", 1e-3), ("archer", 1e-6), ("rl_zvp", 1e-6)])
+def test_statistics_of_half_a_response_are_others(name: str, least: float):
+    """Without the tokens of the other context rank GSPO's sum, quantile and maximum differ: the
+    comparison can fail."""
     rows, method = rollout(5), load_method(name)
     batch = token_batch(rows, method.credit(response_batch(rows)))
     total = sum(
@@ -211,4 +199,4 @@ def test_statistics_of_half_a_response_are_others(name: str):
         for at in layout(batch, len(rows), 2)
     )
     dist.all_reduce(total)
-    assert abs(total.item() - method.loss(batch).loss.item()) > 1e-6
+    assert abs(total.item() - method.loss(batch).loss.item()) > least

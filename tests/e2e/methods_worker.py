@@ -1,7 +1,8 @@
-"""torchrun program: two training steps with each of the methods named, on one policy and one
-engine.
+"""torchrun program: two training steps with each of several methods, on one policy and one engine.
 
-methods_worker.py OUT.jsonl METHOD[,METHOD...] OVERRIDE...
+methods_worker.py OUT.jsonl JSON OVERRIDE...
+
+JSON: a list of methods, each as overrides of keys below ``method``: ["method=apo"].
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.loss.method import Method
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines
 from megatron_rl.rollouts.demonstrations import Demonstrations, encoder
 from megatron_rl.rollouts.prompts import PromptStream
@@ -30,19 +31,15 @@ from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import build_trainer
 from megatron_rl.trainer.trainer import Trainer
 
-# Of a vocabulary that is smaller than what they read by default.
-OF_FEW_TOKENS = {"score_centered": ["policy_loss.top_k=6"]}
-
 
 def weights_digest(trainer: Trainer) -> str:
     weights = trainer.learner.policy.gathered_weights()
     return combined_digest({name: tensor_digest(tensor) for name, tensor in weights})
 
 
-def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
-    """The same policy and engine, learning by another method."""
-    limit = config.rollout.max_response_tokens
-    method = load_method(name, OF_FEW_TOKENS.get(name, ()), response_limit=limit)
+def with_method(trainer: Trainer, config: Config) -> Trainer:
+    """The same policy and engine, learning by the method of another configuration."""
+    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     source = trainer.source
     assert isinstance(source, Rollouts)
     # As the trainer of a method that trains on demonstrations is built.
@@ -73,27 +70,30 @@ def demonstrations_of(config: Config) -> Demonstrations:
     return Demonstrations(encoder(plain, stop_token_ids(tokenizer.eos_token_id)))
 
 
+def composed(overrides: Sequence[str]) -> Config:
+    return validate(Config, compose("config", overrides), "the configuration")
+
+
 def two_steps(trainer: Trainer, name: str, first_step: int) -> dict:
     before = weights_digest(trainer)
     metrics = [trainer.step(first_step), trainer.step(first_step + 1)]
     return {"method": name, "steps": metrics, "moved": before != weights_digest(trainer)}
 
 
-def main(out: Path, names: Sequence[str], overrides: Sequence[str]) -> None:
+def main(out: Path, methods: Sequence[str], overrides: Sequence[str]) -> None:
     with reported():
         world = start()
-        config = validate(Config, compose("config", overrides), "the configuration")
-        trainer = build_trainer(config, world, Display(shown=world.is_main))
+        trainer = build_trainer(composed(overrides), world, Display(shown=world.is_main))
         trainer.folder.resume(trainer.learner.policy, trainer.source)
         trainer.source.publish(0)
-        rows = [
-            two_steps(with_method(trainer, config, name), name, 1 + 2 * index)
-            for index, name in enumerate(names)
-        ]
+        rows = []
+        for index, words in enumerate(methods):
+            changed = with_method(trainer, composed([*overrides, *words.split()]))
+            rows.append(two_steps(changed, words, 1 + 2 * index))
         if world.is_main:
             out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     exit_process(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

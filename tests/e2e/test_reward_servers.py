@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ SAID = " SCORE=7"  # by the judge, after the space that its template ends with
 PROMPTS = [Prompt("a", (1,), "2", "toy"), Prompt("b", (1,), "3", "toy")]
 
 
-def write_tokenizer(path: Path) -> dict[str, int]:
+def write_tokenizer(path: Path, template: str = TEMPLATE) -> dict[str, int]:
     """A token for each byte; its ids by the character that stands for the byte."""
     vocab = {"<pad>": 0, "</s>": 1}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
@@ -37,7 +38,7 @@ def write_tokenizer(path: Path) -> dict[str, int]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>", chat_template=template
     )
     fast.save_pretrained(path)
     return vocab
@@ -58,9 +59,14 @@ def shape(vocab: dict[str, int]) -> transformers.Qwen2Config:
     )
 
 
-def write_judge(path: Path) -> None:
-    """A model that says SAID: each token alone chooses the next one."""
-    vocab = write_tokenizer(path)
+def write_judge(
+    path: Path,
+    following: Mapping[str, str] = dict(pairwise(SAID)),
+    template: str = TEMPLATE,
+) -> None:
+    """A model in which each character alone chooses the next one, and what is not in ``following``
+    the end; without an argument it says SAID."""
+    vocab = write_tokenizer(path, template)
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(shape(vocab))
     for layer in model.model.layers:
@@ -69,9 +75,11 @@ def write_judge(path: Path) -> None:
     embeddings = model.model.embed_tokens.weight.data
     embeddings /= embeddings.norm(dim=1, keepdim=True)
     model.lm_head.weight.data.zero_()
-    ids = [vocab["\u0120" if character == " " else character] for character in SAID]
-    for token, following in zip(ids, [*ids[1:], 1], strict=True):
-        model.lm_head.weight.data[following] = embeddings[token]
+    for character, said in following.items():
+        token = vocab["\u0120" if character == " " else character]
+        model.lm_head.weight.data[vocab[said]] += embeddings[token]
+    for last in set(following.values()) - set(following):
+        model.lm_head.weight.data[1] += embeddings[vocab[last]]
     model.save_pretrained(path)
 
 

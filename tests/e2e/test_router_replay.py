@@ -13,7 +13,7 @@ from tests.launch import REPO, launch
 
 pytestmark = pytest.mark.full
 BOUND = 1e-5  # nats of one token; both sides compute in float32
-NOISE = ("--plugin", str(REPO / "tools/bench/noisy_router.py"))
+NOISE = ("--plugin", str(REPO / "tests/e2e/noisy_router.py"))
 DATA_PARALLEL = ("parallel=single", "rollout.tensor=1")
 
 

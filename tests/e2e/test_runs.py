@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,21 +14,7 @@ from megatron_rl.checkpoints import directory
 from tests.e2e.toy import alone, overrides, refused
 from tests.launch import REPO, end, launch, torchrun
 
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """Room for one checkpoint and the export, not for two."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+DISK_SIZE = "3m"  # room for one checkpoint and the export, not for two
 
 
 @pytest.mark.full  # in the core tier: test_lock, and the killed run of test_resume

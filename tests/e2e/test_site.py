@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_rl.config.load import compose
 from tests.e2e.browser import NEEDS_CHROMIUM, seen
 from tests.launch import REPO
 
@@ -49,8 +51,29 @@ def test_the_site_is_whole(site):
         assert not [name for name in fetched if re.match(r"[a-z]+:|//", name)], page
     index = json.loads((site / "search/search_index.json").read_text("utf-8"))
     assert any("a_grae" in entry["text"] for entry in index["docs"])
-    settings = (site / "reference/configuration.html").read_text("utf-8")
-    assert "prompts_per_step" in settings and "groups_in_flight" in settings
+
+
+def test_the_reference_has_a_line_for_every_key(site):
+    """With its default and what stands beside it; keys of methods are on their cards."""
+    page = (site / "reference/configuration.html").read_text("utf-8")
+    cells = r"<tr>\n<td><code>([\w.]+)</code></td>\n<td>(.*)</td>\n<td>(.*)</td>\n</tr>"
+    lines = {key: (default, said) for key, default, said in re.findall(cells, page)}
+    assert lines["batch.prompts_per_minibatch"] == ("<code>128</code>", "one optimizer step")
+    assert lines["checkpoint.keep"] == ("<code>2</code>", "newest ones")
+    # A comment above, of two lines.
+    said = "Run again in the backward: none | selective (feed-forward part of layers) | full (whole"
+    assert lines["parallel.recompute"][1].startswith(said)
+    missing = [key for key in leaves(compose("config", [])) if key not in lines]
+    assert not missing
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys of settings, dotted; those of methods are left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value and name != "method":
+            yield from leaves(value, f"{prefix}{name}.")
+        elif name != "method":
+            yield prefix + name
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,7 @@ def test_reward_rises_and_the_run_folder_is_complete(folder):
             folder,
             run_dir,
             "trainer.num_steps=20",
-            "logging.wandb=offline",
-            "logging.tensorboard=true",
+            "logging.trackers=[wandb,tensorboard]",
         ),
         280,
     )

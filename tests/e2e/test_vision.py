@@ -59,7 +59,7 @@ def settings(folder: Path, name: str, num_steps: int, *more: str) -> list[str]:
         "evaluation.every_steps=0",
         "weight_sync.logprob_check_every=1",
         "mismatch_limits.abort_above=1e-4",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
         *more,
     ]
 

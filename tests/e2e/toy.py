@@ -137,7 +137,7 @@ def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
         "rollout.kv_cache_gib=0.03125",
         "optim.learning_rate=3e-3",
         "evaluation.every_steps=0",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
         "mismatch_limits.abort_above=1e-4",
         f"run_dir={run_dir}",
         *more,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +20,14 @@ from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.adapters import random_a
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from tests import zoo
+from tests.numerics import policy_worker
 from tests.numerics.policy_reference import (
     ENTROPY,
-    ClippedLoss,
-    make_batch,
     relative_error,
     scores,
-    sequences,
 )
 from tests.numerics.policy_worker import OPTIM, logits_error, splits
+from tools.replay.recorded_run import ReplayedRun
 
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -93,12 +93,7 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
     hf, adapters = adapted(case.model, lora)
     start = by_hf_name(adapters)
     peft_format.write(start, zoo.model_config(folder, lora=lora).lora, "base", folder)
-    batch = make_batch()
-    logits = [hf(tokens[None]).logits[0].detach() for tokens in sequences(batch)]
-    logprobs, entropy = scores(hf, batch)
-    loss = ClippedLoss(batch, logprobs)
-    value = loss.contribution(torch.arange(len(logprobs)), logprobs, entropy, lambda sums: sums)
-    value.backward()
+    found = policy_worker.differentiated(hf)
     grads = by_hf_name(adapters, lambda parameter: parameter.grad)
     settings = dict(lr=OPTIM.learning_rate, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps)
     trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
@@ -108,13 +103,8 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
         f"{name}.weight": adapter.base.weight + adapter.scale * adapter.b @ adapter.a
         for name, adapter in adapters.items()
     }
-    return dict(
-        batch=batch,
-        logits=logits,
-        logprobs=logprobs.detach(),
-        base_logprobs=scores(zoo.tiny_model(case.model), batch)[0].detach(),
-        loss=loss,
-        value=value.item(),
+    return found | dict(
+        base_logprobs=scores(zoo.tiny_model(case.model), found["batch"])[0].detach(),
         start=start,
         gradients=grads,
         moved={name: after[name] - start[name] for name in start},
@@ -179,8 +169,8 @@ def published(policy: MegatronPolicy, path: Path, wanted: dict[str, Any]) -> dic
 
 
 def other_base(path: Path, other: Path, folder: Path) -> None:
-    """A checkpoint of adapters holds these alone, does not go beside other weights, and is read
-    merged with its own."""
+    """A checkpoint of adapters holds these alone, does not go beside other weights, is read merged
+    with its own, and is what a replayed run compares its weights with."""
     policy = zoo.tiny_policy(path, {}, lora=LORA)
     for item in policy.held:
         if item.tensor.requires_grad:  # an adapter; B is zero at the start
@@ -190,6 +180,14 @@ def other_base(path: Path, other: Path, folder: Path) -> None:
     policy.export(folder.parent / "export")
     stored = sum(file.stat().st_size for file in folder.glob("*.distcp"))
     assert stored < 4 * sum(item.tensor.numel() for item in policy.held), "weights are in there"
+    again = object.__new__(ReplayedRun)
+    again.policy = policy
+    again._route = SimpleNamespace(run=folder.parents[1])
+    again._config = SimpleNamespace(model=SimpleNamespace(path=path))
+    again._world = SimpleNamespace(is_main=True, from_main=lambda ask: ask())
+    assert again._different_weights(1) == []
+    policy.held[-1].tensor.data.add_(1.0)
+    assert again._different_weights(1) != []
     policy.close()
     arch, _ = read_architecture(path)
     merged = dict(adapter_checkpoint.read_hf(folder, path, arch, lambda _: None))

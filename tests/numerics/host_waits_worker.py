@@ -84,6 +84,20 @@ def scored(batch: SequenceBatch) -> Experience:
     )
 
 
+def near(batch: SequenceBatch, logprobs: Tensor, draw: torch.Generator) -> Experience:
+    """Scored, with old and reference logprobs near ``logprobs``, so that some ratios are
+    clipped."""
+    noise = torch.randn(2, len(logprobs), generator=draw)
+    advantages = torch.randn(NUM_ROWS, generator=draw)
+    every = torch.ones(NUM_ROWS, dtype=torch.bool)
+    return replace(
+        scored(batch),
+        credit=Credit(advantages, torch.ones(NUM_ROWS), every, {}),
+        old=TokenScores(logprobs + 0.3 * noise[0]),
+        ref=TokenScores(logprobs + 0.2 * noise[1]),
+    )
+
+
 def of_host(device: SimulatedDevice, function: Callable[..., Any]) -> Callable[..., Any]:
     """What it makes beside a tensor of the host, on the device of that tensor, is of the host."""
 

@@ -44,10 +44,17 @@ def sequences(batch: SequenceBatch) -> list[Tensor]:
 
 
 def scores(model: torch.nn.Module, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-    """(logprobs, entropy) of all response tokens at TEMPERATURE, with their graph."""
+    """(logprobs, entropy) of all response tokens at TEMPERATURE, or each at its own, with their
+    graph."""
     logprobs, entropies = [], []
-    for tokens, prompt in zip(sequences(batch), batch.prompt_lengths.tolist(), strict=True):
-        logits = model(tokens[None]).logits[0, prompt - 1 : -1].float() / TEMPERATURE
+    divisors = batch.temperatures
+    if divisors is None:
+        divisors = torch.full((int(batch.response_lengths.sum()),), TEMPERATURE)
+    of_rows = divisors[:, None].split(batch.response_lengths.tolist())
+    for tokens, prompt, divisor in zip(
+        sequences(batch), batch.prompt_lengths.tolist(), of_rows, strict=True
+    ):
+        logits = model(tokens[None]).logits[0, prompt - 1 : -1].float() / divisor
         logp = torch.log_softmax(logits, -1)
         logprobs.append(logp.gather(1, tokens[prompt:, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))

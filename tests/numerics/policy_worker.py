@@ -33,6 +33,11 @@ OPTIM = optim()
 def reference(model: str, layers: int | None) -> dict[str, Any]:
     """Logits, scores, loss and gradients by transformers and torch."""
     hf = zoo.tiny_model(model, layers=layers)
+    return differentiated(hf) | {"gradients": gradients(hf)}
+
+
+def differentiated(hf: torch.nn.Module) -> dict[str, Any]:
+    """Logits, scores and loss of a model, whose parameters get their gradients."""
     batch = make_batch()
     logits = [hf(tokens[None]).logits[0].detach() for tokens in sequences(batch)]
     logprobs, entropy = scores(hf, batch)
@@ -46,7 +51,6 @@ def reference(model: str, layers: int | None) -> dict[str, Any]:
         entropy=entropy.detach(),
         loss=loss,
         value=value.item(),
-        gradients=gradients(hf),
     )
 
 

@@ -71,7 +71,7 @@ def test_adapters_equal_transformers(case: Case, hf_models: Path, answers: Any) 
 
 def test_checkpoint_of_another_base_is_refused(hf_models: Path, tmp_path: Path) -> None:
     other = zoo.save_tiny_model("llama", tmp_path / "other", seed=8)
-    call(1, other_base, hf_models / "llama", other, tmp_path / "step_000001")
+    call(1, other_base, hf_models / "llama", other, tmp_path / "checkpoints" / "step_000001")
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ from tests.numerics.policy_reference import (
     gradients,
     make_batch,
     relative_error,
-    sequences,
+    scores,
 )
 from tests.ranks import call
 
@@ -46,21 +46,6 @@ def annealed_batch() -> SequenceBatch:
     batch = make_batch(rows=ROWS)
     annealing = Annealing(1.3, 0.4, decay_tokens=8.0, plain_tokens=2)
     return replace(batch, temperatures=annealing.of_lengths(batch.response_lengths))
-
-
-def plain_scores(model: torch.nn.Module, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-    """(logprobs, entropy) of all response tokens, with their graph."""
-    assert batch.temperatures is not None
-    logprobs, entropies = [], []
-    of_rows = batch.temperatures.split(batch.response_lengths.tolist())
-    for tokens, prompt, divisor in zip(
-        sequences(batch), batch.prompt_lengths.tolist(), of_rows, strict=True
-    ):
-        logits = model(tokens[None]).logits[0, prompt - 1 : -1].float() / divisor[:, None]
-        logp = torch.log_softmax(logits, -1)
-        logprobs.append(logp.gather(1, tokens[prompt:, None])[:, 0])
-        entropies.append(-(logp.exp() * logp).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def cuts(policy: MegatronPolicy) -> list[list[list[int]]]:
@@ -110,9 +95,9 @@ def scores_and_gradients(path: Path, layout: dict[str, Any], base: Tensor) -> di
     policy = zoo.tiny_policy(path, layout)
     found: dict[str, Any] = {"cuts": of_cuts(policy, batch, base)}
     (rows, *_) = cuts(policy)
-    scores = policy.score(LocalBatch(batch, rows), [*ENTROPY, PROMPTS])
-    found |= {"logprobs": scores.logprobs, "entropy": scores.columns["entropy"]}
-    found["prompts"] = scores.columns["prompt_logprobs"]
+    own = policy.score(LocalBatch(batch, rows), [*ENTROPY, PROMPTS])
+    found |= {"logprobs": own.logprobs, "entropy": own.columns["entropy"]}
+    found["prompts"] = own.columns["prompt_logprobs"]
     reference = policy.score(LocalBatch(batch, rows), reference=True)
     found["reference"] = reference.logprobs
     without = replace(batch, temperatures=None)
@@ -129,7 +114,7 @@ def scores_and_gradients(path: Path, layout: dict[str, Any], base: Tensor) -> di
 def wanted() -> dict[str, Any]:
     batch = annealed_batch()
     model = zoo.tiny_model(MODEL)
-    logprobs, entropy = plain_scores(model, batch)
+    logprobs, entropy = scores(model, batch)
     return differentiated(model, batch, logprobs, entropy)
 
 

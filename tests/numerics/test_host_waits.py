@@ -48,16 +48,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("action", list(BUDGET))
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("number", MICROBATCHES)
-def test_with_images_nothing_grows(others, action, layers, number):
-    """Neither in the tower nor in layers, whose angles are those of every token."""
-    found = others[f"{layers} images"][f"{action} {number}"]
-    assert found["waits"] == BUDGET[action]
-    assert found["vendor"] == {}
-
-
-@pytest.mark.parametrize("action", list(BUDGET))
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("number", MICROBATCHES)
 def test_with_experts_only_their_sizes_are_waited_for(others, action, layers, number):
     found = others[f"{layers} experts"][f"{action} {number}"]
     sizes = {place: count * layers * number for place, count in EXPERTS.items()}
@@ -67,9 +57,13 @@ def test_with_experts_only_their_sizes_are_waited_for(others, action, layers, nu
 @pytest.mark.parametrize("action", list(BUDGET))
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("number", MICROBATCHES)
-def test_with_the_fused_rotary_embedding_nothing_grows(figures, action, layers, number):
-    """Also nothing that only a GPU refuses: a tensor of the host among those of the device."""
-    found = figures[f"{layers} fused"][f"{action} {number}"]
+@pytest.mark.parametrize("kind", ["images", "fused"])
+def test_nothing_grows(request, action, layers, number, kind):
+    """With images neither in the tower nor in layers, whose angles are those of every token; nor
+    with the fused rotary embedding, also nothing that only a GPU refuses: a tensor of the host
+    among those of the device."""
+    all_figures = request.getfixturevalue("others" if kind == "images" else "figures")
+    found = all_figures[f"{layers} {kind}"][f"{action} {number}"]
     assert found["waits"] == BUDGET[action]
     assert found["vendor"] == {}
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.method import load_method
-from megatron_rl.loss import Credit, TokenBatch
+from megatron_rl.loss import TokenBatch
 from megatron_rl.loss.per_token.entropy_anchor import find_peaks
 from megatron_rl.loss.segments import group_accuracy
-from megatron_rl.passes import LocalBatch, Output, TokenScores
+from megatron_rl.passes import LocalBatch, Output
 from megatron_rl.policy.passes import forward
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.signals import Signals, signals_of
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
 from megatron_rl.types import SequenceBatch
 from tests import zoo
-from tests.numerics.host_waits_worker import scored
+from tests.numerics.host_waits_worker import near
 from tests.numerics.policy_reference import (
     NUM_ROWS,
     TEMPERATURE,
@@ -56,25 +56,15 @@ def batch_of(name: str) -> SequenceBatch:
 
 
 def experience_of(batch: SequenceBatch, logprobs: Tensor) -> Experience:
-    """Scored, with old and reference logprobs near ``logprobs``, so that some ratios are
-    clipped."""
+    """With the logprobs of the sampler's likely tokens, where they are read."""
     draw = torch.Generator().manual_seed(2)
-    noise = torch.randn(2, len(logprobs), generator=draw)
-    advantages = torch.randn(NUM_ROWS, generator=draw)
-    every = torch.ones(NUM_ROWS, dtype=torch.bool)
+    experience = near(batch, logprobs, draw)
     token_columns = {}
     if batch.likely is not None:  # masses of about a half
         of_sampler = torch.rand(batch.likely.shape, generator=draw) - 3
         of_sampler[batch.likely < 0] = -torch.inf
         token_columns["sampler_likely_logprobs"] = of_sampler
-    return replace(
-        scored(batch),
-        correct=CORRECT,
-        credit=Credit(advantages, torch.ones(NUM_ROWS), every, {}),
-        old=TokenScores(logprobs + 0.3 * noise[0]),
-        ref=TokenScores(logprobs + 0.2 * noise[1]),
-        token_columns=token_columns,
-    )
+    return replace(experience, correct=CORRECT, token_columns=token_columns)
 
 
 def token_batch(

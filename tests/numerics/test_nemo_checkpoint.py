@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.models import read_architecture
 from tests import zoo
 from tests.numerics.nemo_models import WRITTEN_BY_NEMO, read_fiddle, save_formula, save_tokenizer
+from tests.numerics.test_convert_checkpoint import equal
 from tools import nemo_context
 from tools.convert_checkpoint import to_hf, to_megatron, to_nemo
 
@@ -69,13 +70,6 @@ def folder(tmp_path_factory) -> Path:
         zoo.save_tiny_model(name, path / name)
         save_tokenizer(path / name)
     return path
-
-
-def equal(one: Path, two: Path) -> bool:
-    a, b = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
-    return sorted(a) == sorted(b) and all(
-        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
-    )
 
 
 @pytest.mark.parametrize("name", zoo.FAMILIES)

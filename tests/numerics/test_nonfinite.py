@@ -26,6 +26,7 @@ from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_reference import make_batch
 from tests.numerics.policy_state import record
 from tests.ranks import on_ranks
+from tests.unit.checkpoints.test_safe_load import Program
 from tests.zoo import tiny_policy
 
 SHARDED: dict[str, Any] = dict(distributed_optimizer=True)
@@ -159,16 +160,6 @@ def test_gradients_by_name_are_whole(hf_models: Path):
     plain, sharded = gradients
     assert plain.keys() == sharded.keys()
     assert all(torch.equal(plain[tensor], sharded[tensor]) for tensor in plain)
-
-
-class Program:
-    """Unpickled with any name allowed, it makes the file ``proof``."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.proof,)
 
 
 def poisoned(source: Path, name: str, program: Program) -> Path:

@@ -4,25 +4,20 @@ transformers gives it, by the weights that sampled it, behind all tokens before 
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch import launch
+from tests.numerics.test_streaming_engines import found_by
 
 WORKER = Path(__file__).parent / "partial_worker.py"
-TIMEOUT_S = 550
 BOUND = 1e-5  # nats of one token; both sides compute in float32
 LAYOUTS = {"one": (1, 1, 0), "held up": (1, 1, 1), "two": (2, 1, 1)}
 
 
-def found(folder: Path, num_ranks: int, tensor: int, delays: int) -> list[dict[str, Any]]:
-    args = [folder, tensor, delays]
-    output = launch(WORKER, nproc=num_ranks, args=args, timeout=TIMEOUT_S).stdout
-    (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
-    return json.loads(line.removeprefix("FOUND "))
+found = partial(found_by, WORKER)
 
 
 @pytest.fixture(scope="module")

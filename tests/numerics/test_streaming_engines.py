@@ -18,9 +18,9 @@ LAYOUTS = {"one": (1, 1, 0), "held up": (1, 1, 1), "two": (2, 1, 1), "four": (4,
 Found = dict[str, list[dict[str, Any]]]
 
 
-def found(folder: Path, num_ranks: int, tensor: int, delays: int) -> Found:
+def found_by(worker: Path, folder: Path, num_ranks: int, tensor: int, delays: int) -> Any:
     args = [folder, tensor, delays]
-    output = launch(WORKER, nproc=num_ranks, args=args, timeout=TIMEOUT_S).stdout
+    output = launch(worker, nproc=num_ranks, args=args, timeout=TIMEOUT_S).stdout
     (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
     return json.loads(line.removeprefix("FOUND "))
 
@@ -28,7 +28,7 @@ def found(folder: Path, num_ranks: int, tensor: int, delays: int) -> Found:
 @pytest.fixture(scope="module")
 def by_layout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     folder = tmp_path_factory.mktemp("streaming")
-    return {name: found(folder, *layout) for name, layout in LAYOUTS.items()}
+    return {name: found_by(WORKER, folder, *layout) for name, layout in LAYOUTS.items()}
 
 
 @pytest.mark.full
@@ -48,7 +48,7 @@ def test_the_same_bits_for_any_number_of_replicas_and_any_timing(
 @pytest.mark.full
 def test_tensor_ranks_sample_the_same_tokens(by_layout: dict[str, Found], tmp_path: Path) -> None:
     """Their sums are in another order, so logprobs are rounded otherwise."""
-    got = found(tmp_path, 2, 2, 1)
+    got = found_by(WORKER, tmp_path, 2, 2, 1)
     for method, steps in by_layout["one"].items():
         for exact, step in zip(steps, got[method], strict=True):
             exact = exact | {"sampler_logprobs": step["sampler_logprobs"]}

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from megatron_rl.config.method import load_method
 from megatron_rl.data.multimodal.masks import masked
-from megatron_rl.loss import Credit, Method, TokenBatch
-from megatron_rl.passes import LocalBatch, TokenScores
-from megatron_rl.rollouts.rows.experience import Experience
+from megatron_rl.loss import Method, TokenBatch
+from megatron_rl.passes import LocalBatch
 from megatron_rl.signals import masked_images, signals_of
 from megatron_rl.signals.masked_images import mask_seed, with_masked_images
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
 from megatron_rl.types import Image, SequenceBatch
 from tests import zoo
-from tests.numerics.host_waits_worker import scored
+from tests.numerics.host_waits_worker import near, scored
 from tests.numerics.policy_reference import NUM_ROWS, TEMPERATURE, relative_error, sequences
 from tests.numerics.policy_worker import splits
 from tests.numerics.seeing import hf_logits, published_name, seeing_batch, seeing_policy
@@ -59,22 +58,6 @@ def plain_logp(model: Any, batch: SequenceBatch, ratio: float | None) -> Tensor:
     return torch.cat(found)
 
 
-def experience_of(batch: SequenceBatch, logprobs: Tensor, masked_logprobs: Tensor) -> Experience:
-    """Scored near these, so that some ratios are clipped."""
-    draw = torch.Generator().manual_seed(2)
-    noise = torch.randn(2, len(logprobs), generator=draw)
-    advantages = torch.randn(NUM_ROWS, generator=draw)
-    every = torch.ones(NUM_ROWS, dtype=torch.bool)
-    return replace(
-        scored(batch),
-        credit=Credit(advantages, torch.ones(NUM_ROWS), every, {}),
-        old=TokenScores(logprobs + 0.3 * noise[0]),
-        ref=TokenScores(logprobs + 0.2 * noise[1]),
-        token_columns={"masked_logprobs": masked_logprobs},
-        step=STEP,
-    )
-
-
 def plain_answer(case: str) -> dict[str, Any]:
     """Loss, metrics and gradients of one case, and the experience to start from."""
     batch = seeing_batch()
@@ -85,7 +68,9 @@ def plain_answer(case: str) -> dict[str, Any]:
     tokens = torch.from_numpy(scored(batch).responses.tokens.columns["token_ids"]).long()
     logprobs = logp.gather(1, tokens[:, None])[:, 0]
     of_masked = hidden.gather(1, tokens[:, None])[:, 0]
-    experience = experience_of(batch, logprobs.detach().float(), of_masked.detach().float())
+    columns = {"masked_logprobs": of_masked.detach().float()}
+    scores = near(batch, logprobs.detach().float(), torch.Generator().manual_seed(2))
+    experience = replace(scores, token_columns=columns, step=STEP)
     assert experience.old is not None and experience.ref is not None and experience.credit
     result = method.loss(
         TokenBatch(

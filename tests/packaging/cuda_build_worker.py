@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.policy import megatron_policy
 from megatron_rl.policy import model as model_room
+from megatron_rl.policy import parallel as parallel_room
 from megatron_rl.policy.batches.microbatches import Microbatch, Packer
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes.logprobs import TokenValues
@@ -78,7 +79,8 @@ def imports(names: list[str]) -> None:
     for name in names:
         module, _, wanted = name.partition(":")
         try:
-            getattr(importlib.import_module(module), wanted)
+            if not hasattr(importlib.import_module(module), wanted):
+                importlib.import_module(f"{module}.{wanted}")  # a module, not a name in one
         except ImportError as error:
             assert "libcuda.so.1" in str(error), f"{name}: {error}"
             print(f"DRIVER {name}", flush=True)
@@ -114,7 +116,8 @@ def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
     machine = Machine((9, 0), None, "transformer_engine")
     model_room.this_machine = megatron_policy.this_machine = lambda: machine
-    weights.HfDirectory.__init__ = lambda self, path: None
+    megatron_policy.patches.this_machine = lambda: machine
+    weights.HfDirectory.__init__ = lambda self, path, prefixes: None
     weights.HfDirectory.check = lambda self, arch: None
     # Transformer Engine's Adam allocates where it is made.
     megatron_policy.optimizer.build_optimizer = lambda *_: None
@@ -122,6 +125,8 @@ def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
     torch.nn.Module._apply = converted
     weights.load = lambda *_, **__: None
     weights.from_first_rank = lambda action: action()
+    # It reads numbers off a tensor, and within the mode that has no data none can be read.
+    parallel_room._replicas = lambda parallel: [list(range(tensor))]
     layout = [f"parallel.tensor={tensor}", f"parallel.sequence={tensor > 1}".lower()]
     run = zoo.configured(folder, *layout, "precision=bf16")
     # Groups of gloo want the other processes; these talk to nobody, whatever they are made for.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import operator
 import re
 from pathlib import Path
@@ -41,13 +42,19 @@ def test_what_is_taken_from_vllm_is_known():
 
 
 def test_what_the_worker_replaces_exists():
-    """Names of ours and of others that it puts something else in: looked up where it is not run."""
+    """Names of ours and of others that it puts something else in: looked up where it is not run,
+    with the arguments of functions that are written out there."""
     worker = importlib.import_module("tests.packaging.cuda_build_worker")
     replaced = set()
     for node in ast.walk(ast.parse(WORKER.read_text(encoding="utf-8"))):
         targets = node.targets if isinstance(node, ast.Assign) else []
         names = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
         replaced |= {name for name in names if hasattr(worker, name.partition(".")[0])}
+        for name in names if names and isinstance(node.value, ast.Lambda) else []:
+            arguments = node.value.args
+            if arguments.vararg is None:
+                theirs = inspect.signature(operator.attrgetter(name)(worker))
+                theirs.bind(*arguments.args)  # or it raises
     assert "dist.all_gather_object" in replaced
     for name in sorted(replaced):
         operator.attrgetter(name)(worker)

@@ -196,6 +196,27 @@ def test_every_run_is_run_or_has_a_reason():
         assert len([line for line in runs if mark in line]) == 1
 
 
+@pytest.mark.parametrize(
+    ("tag", "installed", "imported"),
+    [
+        ("", "transformer-engine[pytorch]==2.11.0", "import transformer_engine.pytorch"),
+        ("25.09", "/NVIDIA/apex/archive/refs/tags/25.09.tar.gz", "fused_weight_gradient_mlp_cuda"),
+    ],
+)
+def test_apex_is_built_in_place_of_transformer_engine(tag, installed, imported, tmp_path):
+    """The RUN itself, with programs that print their arguments."""
+    (build,) = (line for line in instructions(text()) if "APEX_CUDA_EXT" in line)
+    for name in ("pip", "python"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$APEX_CUDA_EXT" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    given = {"TRANSFORMER_ENGINE_VERSION": "2.11.0", "APEX_TAG": tag, "MAX_JOBS": "8", "PATH": path}
+    said = run(["bash", "-c", build.removeprefix("RUN ")], 10, env=given).stdout.splitlines()
+    assert [line.split()[0] for line in said] == ["pip", "python"]
+    assert said[0].endswith(installed) and said[1].endswith(imported)
+    assert said[0].startswith("pip 1 ") == bool(tag)  # its kernels are asked for
+
+
 @pytest.fixture(scope="module")
 def stand_in(request, tmp_path_factory) -> Iterator[str]:
     """An image with the smallest system of this machine's distribution."""

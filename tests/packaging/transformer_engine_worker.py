@@ -27,6 +27,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 
 from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.policy import model as model_room
+from megatron_rl.policy import patches
 from megatron_rl.policy.hardware import transformer_engine_version
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state, parts
@@ -235,6 +236,10 @@ def fusions() -> None:
     policy = build("llama", "precision=bf16")
     assert policy.config.apply_rope_fusion
     assert policy.config.bias_activation_fusion
+    # Layers of Transformer Engine add to main_grad, and the head is built without apex.
+    assert policy.config.gradient_accumulation_fusion
+    layer = policy.chunks[0].module.module.decoder.layers[0]
+    assert layer.mlp.linear_fc2.fuse_wgrad_accumulation
     fused = rope_utils.fused_apply_rotary_pos_emb_thd
     assert fused is not None
     wanted = {"cu_seqlens", "freqs", "cp_size", "cp_rank"}
@@ -317,9 +322,8 @@ def answer(*callers: str) -> None:
 def main() -> None:
     together = len(sys.argv) > 2
     answer("transformer_engine", *(["megatron_rl.policy.patches"] if together else []))
-    model_room.this_machine = lambda: Machine(
-        (9, 0), transformer_engine.__version__, "transformer_engine"
-    )
+    hopper = Machine((9, 0), transformer_engine.__version__, "transformer_engine")
+    model_room.this_machine = patches.this_machine = lambda: hopper
     launch.start()
     if together:
         sequence()

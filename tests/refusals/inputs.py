@@ -224,11 +224,11 @@ def a_linked_step(source: Path, target: Path) -> None:
     (checkpoints / "step_000004").symlink_to(target)
 
 
-def own_method(source: Path, target: Path) -> None:
-    """A method whose defaults are itself."""
+def own_method(source: Path, target: Path, text: str = "defaults:\n  - mine\n") -> None:
+    """A method whose defaults are itself, or any ``text``."""
     folder = target.with_name("conf") / "method"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("defaults:\n  - mine\n")
+    (folder / "mine.yaml").write_text(text, encoding="latin-1")
 
 
 def program(source: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ GSM = (
     "data.columns.prompt=question",
     "data.answer_after='####'",
     "reward.verifier=number",
-    "logging.tensorboard=true",
+    "logging.trackers=[tensorboard]",
 )
 
 

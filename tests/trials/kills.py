@@ -2,7 +2,9 @@
 that nothing disturbed: every row of the metrics but time and memory, every exported weight, bit for
 bit.
 
-    python -m tests.trials.kills [--count 20] [--seed 1] [--only checkpoint]
+    python -m tests.trials.kills [--count 20] [--seed 1] [--only checkpoint] [--turns]
+
+With ``--turns`` an environment answers every response up to five times.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.e2e.turns import words_of_turns, write_turns
 from tests.trials import looks
 from tests.trials.fault_cases import steps_done
 from tests.trials.material import Material, toy
@@ -51,8 +54,10 @@ class Kill:
 
 
 def command(material: Material, run_dir: Path) -> list[str]:
-    """Six steps on two ranks, a checkpoint a step."""
+    """Six steps on two ranks, a checkpoint a step; in turns where the material has them."""
     more = (f"trainer.num_steps={STEPS}", "checkpoint.every_steps=1", "evaluation.every_steps=3")
+    if (folder := material.folder / "turns").exists():
+        return torchrun(2, words_of_turns(folder, run_dir, *more))
     return torchrun(2, toy(material, run_dir, *more))
 
 
@@ -154,10 +159,14 @@ def strike(running: Running, victim: str, place: Place) -> None:
             continue  # it ended in this moment
 
 
-def campaign(count: int, seed: int, folder: Path, only: str | None = None) -> list[Kill]:
+def campaign(
+    count: int, seed: int, folder: Path, only: str | None = None, *, turns: bool = False
+) -> list[Kill]:
     """The undisturbed run, then ``count`` disturbed ones, the moments in turn; prints a line
     each."""
     material = Material(folder / "shared")
+    if turns:
+        material.made("turns", write_turns)
     reference = folder / "reference"
     outcome = place_of(material, folder / "undisturbed").command(command(material, reference))
     assert outcome.code == 0, f"the undisturbed run failed: {outcome.text[-2000:]}"
@@ -198,9 +207,10 @@ def folder_of(options: argparse.Namespace) -> Iterator[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = options_of("kills", __doc__, 20)
     parser.add_argument("--only", choices=MOMENTS)
+    parser.add_argument("--turns", action="store_true")
     options = parser.parse_args(argv)
     with folder_of(options) as folder:
-        kills = campaign(options.count, options.seed, folder, options.only)
+        kills = campaign(options.count, options.seed, folder, options.only, turns=options.turns)
     equal = [kill for kill in kills if not kill.found]
     moments = Counter(kill.moment for kill in kills)
     print(f"{len(equal)} of {len(kills)} ends are bit-equal; moments: {dict(moments)}")

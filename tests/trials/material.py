@@ -199,7 +199,7 @@ def small(model: Path, data: Path, run_dir: Path, *more: str) -> list[str]:
         "evaluation.every_steps=0",
         "evaluation.at_start=false",
         "evaluation.num_prompts=4",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
         f"run_dir={run_dir}",
         *more,
     ]

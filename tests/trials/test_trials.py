@@ -22,8 +22,9 @@ def test_trials(group, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(HOUR)
-def test_twenty_kills_leave_twenty_equal_ends(tmp_path):
-    found = kills.campaign(20, 1, tmp_path)
+@pytest.mark.parametrize("turns", [False, True])
+def test_twenty_kills_leave_twenty_equal_ends(tmp_path, turns):
+    found = kills.campaign(20, 1, tmp_path, turns=turns)
     assert not [kill.line() for kill in found if kill.found]
 
 

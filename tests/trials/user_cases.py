@@ -130,7 +130,9 @@ def with_environment(**variables: str) -> Callable[[Place], Outcome]:
 
 
 def without_network(place: Place) -> Outcome:
-    words = toy(place.material, place.folder / "run", "logging.wandb=online")
+    words = toy(
+        place.material, place.folder / "run", "logging.trackers=[wandb]", "logging.online=true"
+    )
     server = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     return place.torchrun(words, env=server)
 
@@ -239,7 +241,7 @@ def of_machine() -> list[Case]:
     named = Refused(("GLOO_SOCKET_IFNAME", "nope0"))
     hung = Dies(("since step",), codes=(1, -1, 129))
     too_large = refused_late("ulimit -f")
-    offline = refused_late("logging.wandb", "offline")
+    offline = refused_late("logging.trackers: wandb", "logging.online=false")
     nothing_left = refused_late("0 files are free")
     return [
         user("u_pipe", "| head -1", piped(1), gone),

@@ -27,6 +27,18 @@ def vision(seeing_folder: Path) -> Any:
 
 
 @pytest.fixture
+def world() -> Iterator[Any]:
+    """Of this process alone, with a process group."""
+    import torch.distributed as dist
+
+    from megatron_rl.runtime.launch import World
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, 0, "launch")
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def fresh_registries() -> Iterator[None]:
     """Plug-ins change tables of the process: a test that loads some gives them back as they
     were."""

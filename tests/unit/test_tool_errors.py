@@ -36,6 +36,8 @@ MEMORY = ["experiment=qwen2_5_7b_8gpu", "model.path=/nowhere"]
             "none: no config.json there; give a Hugging",
         ),
         ("mutate_loss", ["--sample", "0"], "--sample 0: give a number from 1 to"),
+        ("merge_sets", ["--out", "o", "nope=x"], "data=nope: no such option; there are default"),
+        ("merge_sets", ["--out", "o", "math={folder}/none.jsonl"], "none.jsonl: no such file"),
         (
             "convert_checkpoint",
             ["to-hf", "{folder}/none", "{folder}/x"],

@@ -101,8 +101,28 @@ def test_trl_counts_responses_of_a_device_and_updates() -> None:
         "source": "colocated",
     }
     assert wanted.items() <= made.overrides.items()
-    assert made.notes == ["min_p = 0.1: there is top_p and top_k"]
+    assert made.notes[0] == "min_p = 0.1: there is top_p and top_k"
+    assert "k2 has the gradient" in made.notes[1] and len(made.notes) == 2
     assert not made.unknown and not problems(made.overrides)
+
+
+def test_the_clip_of_trl_is_that_of_its_loss() -> None:
+    """CISPO's bound is a ratio there, a distance from 1 here; SAPO has none; GSPO has TRL's 0.2."""
+
+    def loss(**given: object) -> dict[str, str]:
+        made = translate("trl", given, 1)
+        assert not problems(made.overrides)
+        marks = ("method.policy_loss", "method.agg")
+        return {key: value for key, value in made.overrides.items() if key.startswith(marks)}
+
+    assert loss(loss_type="cispo", epsilon_high=5.0)["method.policy_loss.high"] == "4.0"
+    assert "method.policy_loss.low" not in loss(loss_type="sapo", epsilon=0.1)
+    assert loss(importance_sampling_level="sequence", loss_type="luspo") == {
+        "method.policy_loss.name": "gspo",
+        "method.policy_loss.low": "0.2",
+        "method.policy_loss.high": "0.2",
+        "method.aggregate.name": "seq_mean_token_sum",
+    }
 
 
 def test_nemo_rl() -> None:

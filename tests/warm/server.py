@@ -146,8 +146,10 @@ def become(request: Request, paths: list[str]) -> None:
     os.environ.update(request.env)
     added = request.env.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [*filter(None, added), *paths]
-    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
-        del sys.modules[name]  # the child may work on another copy of the tree
+    # The child may work on another copy of the tree, and wandb makes a folder at its import that
+    # goes with the first process that ends.
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "wandb")]:
+        del sys.modules[name]
     importlib.invalidate_caches()
     import numpy as np
 

@@ -11,6 +11,10 @@ Same model, prompts, responses per prompt, optimizer steps per rollout, sampling
 processes on both sides; the KL coefficient is 0 (TRL's default), no evaluation, no checkpoint. The
 two take turns, so that a change of the machine's load meets both. The first ``--warmup`` steps of a
 turn do not count. TRL generates with transformers.
+
+Shares: the operations of matrix products that an update needs (6 for each parameter of a matrix and
+token, a prompt once for all its responses) or generation (2), over its seconds, the cores, and the
+rate of one product of 1,024 rows and columns, which is measured first.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from pathlib import Path
 from machine import Watch, description, spread
 
 PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 32, 8
+NUM_PROCESSES = 2
 TRL = "TRL GRPOTrainer, DDP 2"
 LAYOUTS = {
     "tensor parallel 2": ["parallel=tp2", "rollout.tensor=2"],
@@ -35,7 +40,14 @@ LAYOUTS = {
 
 
 def torchrun(python: str, *words: str) -> list[str]:
-    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
+    return [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={NUM_PROCESSES}",
+        *words,
+    ]
 
 
 def run(command: list[str]) -> None:
@@ -71,7 +83,7 @@ def ours(
         "evaluation.at_end=false",
         "checkpoint.export_at_end=false",
         "checkpoint.every_steps=0",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
         "logging.console=false",
     ]
     run(torchrun(sys.executable, "-m", "megatron_rl.train", *settings))
@@ -96,8 +108,49 @@ def trl(
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
-def write_prompts(model: Path, file: Path) -> None:
-    """The quickstart's training prompts as text, for the other side."""
+def product_rate() -> float:
+    """Operations a second of a float32 product on one core, the median of 15."""
+    import torch
+
+    torch.set_num_threads(1)
+    size = 1024
+    factor = torch.rand(size, size)
+    seconds = []
+    for _ in range(15):
+        start = time.perf_counter()
+        factor @ factor
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / spread(seconds).median
+
+
+def product_parameters(model: Path) -> int:
+    """Of the matrices that every token is multiplied by: without an embedding that is not the head
+    too."""
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    if "lm_head.weight" in shapes:
+        del shapes["model.embed_tokens.weight"]
+    return sum(rows * columns for rows, columns in (s for s in shapes.values() if len(s) == 2))
+
+
+def shares(
+    name: str, steps: list[dict[str, float]], operations: float, prompt_tokens: float
+) -> str:
+    """``operations``: of a token's products, over those of a second on all cores."""
+    found = []
+    for phase, passes in (("update", 3), ("rollout", 1)):
+        seconds = spread([step[phase] for step in steps]).median
+        of_product = [
+            passes * operations * (step["tokens"] + prompt_tokens) / step[phase] for step in steps
+        ]
+        found.append(f"{phase} {seconds:.3f} s, {spread(of_product).median:.0%}")
+    return f"{name}: {'; '.join(found)} of the rate of a float32 product"
+
+
+def write_prompts(model: Path, file: Path) -> float:
+    """The quickstart's training prompts as text, for the other side; their mean tokens."""
     from megatron_rl.config.load import compose, validate
     from megatron_rl.config.schema import Config
     from megatron_rl.data.prompts import load_prompts
@@ -117,6 +170,7 @@ def write_prompts(model: Path, file: Path) -> None:
         for prompt in prompts
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
 
 
 def inside_trl(model: Path, folder: Path, steps: int, response_tokens: int) -> None:
@@ -222,7 +276,8 @@ def main() -> None:
         inside_trl(options.model, options.inside_trl, options.steps, options.max_response_tokens)
         return
     watch = Watch()
-    turns = measured(options)
+    rate = product_rate()
+    turns, prompt_tokens = measured(options)
     print(f"{description()}; {watch.load()}.\n")
     print(
         "| trainer | median s/step | quartiles | response tokens/s | tokens/step |"
@@ -232,6 +287,13 @@ def main() -> None:
     for name, steps_of_turns in turns.items():
         print(summary(name, [step for steps in steps_of_turns for step in steps]))
     print("", *factors(turns), sep="\n")
+    parameters = product_parameters(options.model)
+    print(f"{parameters:,} parameters in products; {rate / 1e9:.1f} GFLOP/s a core")
+    operations = 2 * parameters / (NUM_PROCESSES * rate)
+    for name, steps_of_turns in turns.items():
+        if name != TRL:
+            steps = [step for steps in steps_of_turns for step in steps]
+            print(shares(name, steps, operations, prompt_tokens * PROMPTS_PER_STEP))
 
 
 def parsed() -> argparse.Namespace:
@@ -258,12 +320,15 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def measured(options: argparse.Namespace) -> dict[str, list[list[dict[str, float]]]]:
-    """The steps of each trainer, a list for each turn, without those of the warm-up."""
+def measured(
+    options: argparse.Namespace,
+) -> tuple[dict[str, list[list[dict[str, float]]]], float]:
+    """The steps of each trainer, a list for each turn, without those of the warm-up; and the mean
+    tokens of a prompt."""
     turns: dict[str, list[list[dict[str, float]]]] = {}
     limits = (options.steps, options.max_response_tokens)
     with tempfile.TemporaryDirectory() as scratch:
-        write_prompts(options.model, Path(scratch) / "prompts.jsonl")
+        prompt_tokens = write_prompts(options.model, Path(scratch) / "prompts.jsonl")
         for turn in range(options.turns):
             for name, layout in LAYOUTS.items():
                 folder = Path(scratch) / f"{turn}-{name[:4]}"
@@ -273,7 +338,7 @@ def measured(options: argparse.Namespace) -> dict[str, list[list[dict[str, float
                 folder = Path(scratch) / f"{turn}-trl"
                 steps = trl(options.trl_python, options.model, *limits, folder)
                 turns.setdefault(TRL, []).append(steps[options.warmup :])
-    return turns
+    return turns, prompt_tokens
 
 
 if __name__ == "__main__":

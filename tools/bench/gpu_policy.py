@@ -39,9 +39,9 @@ from megatron_rl.runtime.device import device
 PRECISIONS = "bf16,fp8_delayed,fp8_tensorwise,fp8_blockwise,mxfp8"
 
 
-def product_tflops(size: int = 8192) -> float:
+def product_tflops() -> float:
     """Rate of one large product in bfloat16: what the card really gives."""
-    size = size if torch.cuda.is_available() else 512
+    size = 8192 if torch.cuda.is_available() else 512
     left, right = (torch.randn(size, size, device=device(), dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / seconds(lambda: left @ right, 20, 3) / 1e12
 

@@ -94,7 +94,7 @@ def overrides(options: argparse.Namespace, model: Path) -> list[str]:
         "evaluation.at_end=false",
         "checkpoint.export_at_end=false",
         "checkpoint.every_steps=0",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
         "logging.log_samples=0",
         "resume=never",
         f"run_dir={options.folder / 'steps'}",

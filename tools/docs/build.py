@@ -20,10 +20,13 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+import yaml
+
 REPO = Path(__file__).resolve().parent.parent.parent
 GUIDES = PurePosixPath("tools/docs/pages")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 PICTURES = {".png", ".svg"}
+STYLE = ".md-typeset td:first-child code { white-space: nowrap; }\n"  # a key is not broken
 # Page of the reference -> its title, and the modules or folders of modules that it shows.
 API = {
     "protocols": ("Interfaces", ["protocols.py"]),
@@ -83,15 +86,65 @@ def linked(text: str, file: PurePosixPath, shown: set[PurePosixPath]) -> str:
 
 
 def configuration() -> str:
-    """Every setting with its default and its comment: the files of conf/ themselves."""
-    parts = ["# Configuration", "Every key, with its default and what it does. `method` has cards."]
-    parts.append(_yaml("conf/config.yaml"))
-    for group in sorted(path.name for path in (REPO / "conf").iterdir() if path.is_dir()):
-        if group not in ("method", "experiment"):
-            parts.append(f"## {group}")
-            files = sorted((REPO / "conf" / group).glob("*.yaml"))
-            parts += [f"### {file.stem}\n\n{_yaml(file.relative_to(REPO))}" for file in files]
+    """Every setting in a line, from the files of conf/ themselves; then what options change."""
+    root = REPO / "conf" / "config.yaml"
+    chosen = [
+        entry for entry in yaml.safe_load(root.read_text("utf-8"))["defaults"] if entry != "_self_"
+    ]
+    parts = ["# Configuration", "Every key with its default. `method` has cards.", _table(root, "")]
+    for group, default in (pair for entry in chosen for pair in entry.items()):
+        if group in ("method", "optional experiment"):
+            continue
+        parts += [f"## {group}", _table(REPO / f"conf/{group}/{default}.yaml", f"{group}.")]
+        others = sorted((REPO / "conf" / group).glob("*.yaml"))
+        for file in (file for file in others if file.stem != default):
+            parts.append(f"### {group}={file.stem}\n\n{_yaml(file.relative_to(REPO))}")
     return "\n\n".join(parts) + "\n"
+
+
+def _table(file: Path, prefix: str) -> str:
+    cells = [
+        [f"`{key}`", f"`{value}`" if value else "", said]
+        for key, value, said in settings(file, prefix)
+    ]
+    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    return "\n".join(["| key | default | what it is |", "|---|---|---|", *rows])
+
+
+def settings(file: Path, prefix: str) -> list[tuple[str, str, str]]:
+    """(key, default, comments) of each line of a file of settings; of a section, if it has a
+    comment, with no default.
+
+    Args:
+        prefix: of the keys: the group of the file with a dot.
+    """
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    found = []
+
+    def walk(node: yaml.MappingNode, prefix: str) -> None:
+        for key, value in node.value:
+            if key.value == "defaults":
+                continue
+            name, number = prefix + key.value, key.start_mark.line
+            first = number
+            while first > 0 and lines[first - 1].lstrip().startswith("#"):
+                first -= 1
+            # The first line of a file is about all of it.
+            said = [line.strip(" #") for line in lines[max(first, 1) : number]]
+            is_section = isinstance(value, yaml.MappingNode) and not value.flow_style
+            is_block = is_section or getattr(value, "style", None) in ("|", ">")
+            end = key.end_mark if is_block else value.end_mark
+            said.append(lines[end.line][end.column :].partition("#")[2].strip())
+            default = "" if is_block else text[value.start_mark.index : value.end_mark.index]
+            if not is_section or any(said):
+                found.append((name, default, " ".join(filter(None, said))))
+            if is_section:
+                walk(value, f"{name}.")
+
+    node = yaml.compose(text)
+    walk(node, prefix)
+    return found
 
 
 def _yaml(name: str | Path) -> str:
@@ -121,6 +174,7 @@ def stage(folder: Path) -> None:
         else:
             text = (REPO / file).read_text(encoding="utf-8")
             target.write_text(linked(text, file, shown), encoding="utf-8")
+    (folder / "site.css").write_text(STYLE, encoding="utf-8")
     reference = folder / "reference"
     reference.mkdir()
     (reference / "configuration.md").write_text(configuration(), encoding="utf-8")

@@ -13,28 +13,13 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "rewards, groups, rewards - groups.broadcast(groups.mean(rewards))",
             "rewards, groups, groups.broadcast(groups.mean(rewards)) - rewards",
         ),
-        (
-            "rewards, groups, rewards - groups.broadcast(groups.mean(rewards))",
-            "rewards, groups, rewards - groups.broadcast(groups.sum(rewards))",
-        ),
+        ("- groups.broadcast(groups.mean(rewards))", "- groups.broadcast(groups.sum(rewards))"),
     ],
     ("advantages", "zscore"): [
-        (
-            "groups.broadcast(groups.std(rewards, ddof)) + eps)",
-            "groups.broadcast(groups.std(rewards, 1)) + eps)",
-        ),
-        (
-            "groups.broadcast(groups.std(rewards, ddof)) + eps)",
-            "groups.broadcast(groups.std(rewards, ddof)))",
-        ),
-        (
-            "groups.broadcast(groups.std(rewards, ddof)) + eps)",
-            "groups.broadcast(groups.std(rewards, ddof)).square() + eps)",
-        ),
-        (
-            "groups.broadcast(groups.std(rewards, ddof)) + eps)",
-            "rewards.std(correction=ddof) + eps)",
-        ),
+        ("groups.broadcast(groups.std(rewards, ddof))", "groups.broadcast(groups.std(rewards, 1))"),
+        ("(groups.std(rewards, ddof)) + eps", "(groups.std(rewards, ddof))"),
+        ("(groups.std(rewards, ddof)) + eps", "(groups.std(rewards, ddof)).square() + eps"),
+        ("groups.broadcast(groups.std(rewards, ddof)) + eps", "rewards.std(correction=ddof) + eps"),
     ],
     ("advantages", "no spread gives zero"): [
         ("groups.spread(rewards) > 0", "groups.spread(rewards) >= 0"),
@@ -47,15 +32,9 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("size / (size - 1).clamp(min=1)", "size / (size + 1)"),
     ],
     ("advantages", "opo"): [
-        (
-            "groups.sum(tokens * rewards) / groups.sum(tokens).clamp(min=1)",
-            "groups.sum(tokens * rewards) / groups.count",
-        ),
+        ("tokens * rewards) / groups.sum(tokens).clamp(min=1)", "tokens * rewards) / groups.count"),
         ("groups.sum(tokens * rewards) / groups.sum(tokens).clamp(min=1)", "groups.mean(rewards)"),
-        (
-            "_where_spread(rewards, groups, rewards - groups.broadcast(baseline))",
-            "_where_spread(rewards, groups, groups.broadcast(baseline) - rewards)",
-        ),
+        (", rewards - groups.broadcast(baseline)", ", groups.broadcast(baseline) - rewards"),
     ],
     ("advantages", "reinforce_pp_baseline"): [
         ("(tokens * deviation).sum() / num_tokens.clamp(min=1)", "deviation.mean()"),
@@ -74,18 +53,12 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("mean * (1 - mean))", "mean * (1 + mean))"),
     ],
     ("advantages", "apd"): [
-        (
-            "groups.broadcast(groups.mean(rewards)) + eps)",
-            "groups.broadcast(groups.mean(rewards)))",
-        ),
+        ("groups.broadcast(groups.mean(rewards)) + eps", "groups.broadcast(groups.mean(rewards))"),
         (
             "groups.broadcast(groups.mean(rewards)) + eps)",
             "1 - groups.broadcast(groups.mean(rewards)) + eps)",
         ),
-        (
-            "groups.broadcast(groups.mean(rewards)) + eps)",
-            "groups.broadcast(groups.std(rewards, 0)) + eps)",
-        ),
+        ("groups.broadcast(groups.mean(rewards)) +", "groups.broadcast(groups.std(rewards, 0)) +"),
     ],
     ("advantages", "mixed"): [
         ("1 - 4 * share * (1 - share)", "4 * share * (1 - share)"),
@@ -96,10 +69,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("advantages", "krpo"): [
         ("prior = variance + process_noise", "prior = variance"),
-        (
-            "gain = prior / (prior + measurement_noise)",
-            "gain = measurement_noise / (prior + measurement_noise)",
-        ),
+        ("prior / (prior + measurement_noise)", "measurement_noise / (prior + measurement_noise)"),
         ("variance = (1 - gain) * prior", "variance = gain * prior"),
         ("(variance**0.5 + 1e-8)", "(variance + 1e-8)"),
         (
@@ -109,35 +79,20 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("variance = initial_variance", "variance = 1.0"),
     ],
     ("advantages", "signed"): [
-        (
-            "where_correct(correct, positive, 0 - negative, dtype)",
-            "where_correct(correct, positive, negative, dtype)",
-        ),
-        (
-            "where_correct(correct, positive, 0 - negative, dtype)",
-            "where_correct(~correct, positive, 0 - negative, dtype)",
-        ),
-        (
-            "where_correct(correct, positive, 0 - negative, dtype)",
-            "where_correct(correct, negative, 0 - positive, dtype)",
-        ),
+        ("(correct, positive, 0 - negative, dtype)", "(correct, positive, negative, dtype)"),
+        ("(correct, positive, 0 - negative, dtype)", "(~correct, positive, 0 - negative, dtype)"),
+        ("(correct, positive, 0 - negative, dtype)", "(correct, negative, 0 - positive, dtype)"),
     ],
     ("advantages", "lead"): [
         ("(-length_decay * standardized).exp()", "(length_decay * standardized).exp()"),
         ("/ (num_correct - 1).clamp(min=1)).sqrt()", "/ num_correct.clamp(min=1)).sqrt()"),
-        (
-            "torch.where(advantages > 0, share, 1 - share)",
-            "torch.where(advantages > 0, 1 - share, share)",
-        ),
+        ("(advantages > 0, share, 1 - share)", "(advantages > 0, 1 - share, share)"),
         ("torch.sigmoid(-weight_slope", "torch.sigmoid(weight_slope"),
         ("zscore(shaped, groups, eps, ddof)", "centered(shaped, groups)"),
         ("groups.sum(tokens * correct) / num_correct.clamp(min=1)", "groups.mean(tokens)"),
     ],
     ("advantages", "pass_at_k"): [
-        (
-            "none_right - _choose_ratio(wrong - 1, size - 1, k - 1)",
-            "none_right - _choose_ratio(wrong, size, k)",
-        ),
+        ("- _choose_ratio(wrong - 1, size - 1, k - 1)", "- _choose_ratio(wrong, size, k)"),
         (
             "none_right - _choose_ratio(wrong - 1, size - 1, k - 1)",
             "_choose_ratio(wrong - 1, size - 1, k - 1) - none_right",
@@ -151,14 +106,8 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("perceptual * _bucketed", "reasoning * _bucketed"),
         ("buckets.std(rewards, 1) + eps", "buckets.std(rewards, 0) + eps"),
         ("buckets.std(rewards, 1) + eps", "buckets.std(rewards, 1)"),
-        (
-            "centered(rewards, groups) / buckets.broadcast(scale)",
-            "centered(rewards, buckets) / buckets.broadcast(scale)",
-        ),
-        (
-            "usable = (buckets.count > 1) & (buckets.spread(rewards) > 0)",
-            "usable = buckets.count > 0",
-        ),
+        ("rewards, groups) / buckets.broadcast(", "rewards, buckets) / buckets.broadcast("),
+        ("= (buckets.count > 1) & (buckets.spread(rewards) > 0)", "= buckets.count > 0"),
         (
             '"mean_logprobs" if normalize else "sum_logprobs")',
             '"sum_logprobs" if normalize else "mean_logprobs")',

@@ -21,23 +21,14 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.where(_inside(share), omega * hard", "torch.where(~_inside(share), omega * hard"),
     ],
     ("shaping", "ass"): [
-        (
-            "torch.where(advantages > 0, advantages * (omega",
-            "torch.where(advantages < 0, advantages * (omega",
-        ),
+        ("torch.where(advantages > 0, advantages *", "torch.where(advantages < 0, advantages *"),
         ("(omega / alpha).clamp(max=1)", "(omega / alpha)"),
         ("(omega / alpha).clamp(max=1)", "(omega * alpha).clamp(max=1)"),
     ],
     ("shaping", "sign_scale"): [
-        (
-            "positive * advantages, negative * advantages",
-            "negative * advantages, positive * advantages",
-        ),
+        ("positive * advantages, negative *", "negative * advantages, positive *"),
         ("positive * advantages, negative * advantages", "positive * advantages, advantages"),
-        (
-            "positive * advantages, negative * advantages",
-            "positive * advantages, -negative * advantages",
-        ),
+        ("* advantages, negative * advantages", "* advantages, -negative * advantages"),
     ],
     ("shaping", "hard_focused"): [
         ("0.5 * advantages * _safe(share).rsqrt()", "advantages * _safe(share).rsqrt()"),
@@ -51,10 +42,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("share, easy_form=easy_form)", "share)"),
         ("0.5 * advantages * _safe(1 - share).rsqrt()", "0.5 * advantages * _safe(share).rsqrt()"),
         ("0.5 * advantages * _safe(1 - share).rsqrt()", "0.5 * advantages / _safe(1 - share)"),
-        (
-            "0.5 * advantages * _safe(1 - share).rsqrt()",
-            "2 * advantages * _safe(1 - share).rsqrt()",
-        ),
+        ("0.5 * advantages * _safe(1 - share).rsqrt", "2 * advantages * _safe(1 - share).rsqrt"),
     ],
     ("shaping", "focal"): [
         ("(1 - share) ** gamma", "share**gamma"),
@@ -143,14 +131,8 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("readers = list(config.unit_reward_readers)", "readers = []"),
     ],
     ("credit", "metrics"): [
-        (
-            "gap = mean_of(lengths, ~correct) - mean_of(lengths, correct)",
-            "gap = mean_of(lengths, correct) - mean_of(lengths, ~correct)",
-        ),
-        (
-            "share(groups.spread(evidence.rewards) == 0)",
-            "share(groups.spread(evidence.rewards) > 0)",
-        ),
+        (", ~correct) - mean_of(lengths, correct", ", correct) - mean_of(lengths, ~correct"),
+        ("(groups.spread(evidence.rewards) == 0)", "(groups.spread(evidence.rewards) > 0)"),
         ("-advantages.clamp(max=0).sum()", "advantages.clamp(max=0).sum()"),
         ("torch.where(both, gap", "torch.where(both | True, gap"),
     ],

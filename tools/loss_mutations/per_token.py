@@ -12,10 +12,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("kl", "k2"): [
         ("(ref_logprobs - logprobs).square() / 2", "(ref_logprobs - logprobs).square()"),
         ("(ref_logprobs - logprobs).square() / 2", "(ref_logprobs - logprobs).abs() / 2"),
-        (
-            "(ref_logprobs - logprobs).square() / 2",
-            "(ref_logprobs.exp() - logprobs.exp()).square() / 2",
-        ),
+        ("(ref_logprobs - logprobs).square()", "(ref_logprobs.exp() - logprobs.exp()).square()"),
     ],
     ("kl", "k3"): [
         ("difference = ref_logprobs - logprobs", "difference = logprobs - ref_logprobs"),
@@ -29,10 +26,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("kl", "dads"): [
         ("-torch.expm1(math.e * (incorrect_share - 1))", "-torch.expm1(incorrect_share - 1)"),
-        (
-            "-torch.expm1(math.e * (incorrect_share - 1))",
-            "torch.exp(math.e * (incorrect_share - 1))",
-        ),
+        ("-torch.expm1(math.e * (incorrect_share - 1)", "torch.exp(math.e * (incorrect_share - 1)"),
         ("-torch.expm1(math.e * (incorrect_share - 1))", "-torch.expm1(-math.e * incorrect_share)"),
         ("return 1 - incorrect_share\n", "return incorrect_share\n"),
         ("1 - incorrect_share**3", "(1 - incorrect_share) ** 3"),
@@ -94,14 +88,8 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("aggregate", "weights"): [
         ("1 / max(num_tokens, 1)", "1 / max(response_index.numel(), 1)"),
         ("per_response[response_index] / max(num_responses, 1)", "per_response[response_index]"),
-        (
-            "per_response[response_index] / max(num_responses, 1)",
-            "per_response[response_index] / per_response.numel()",
-        ),
-        (
-            "1 / response_loss_tokens.clamp(min=1)",
-            "1 / torch.bincount(response_index).clamp(min=1)",
-        ),
+        ("[response_index] / max(num_responses, 1)", "[response_index] / per_response.numel()"),
+        ("/ response_loss_tokens.clamp(min=1)", "/ torch.bincount(response_index).clamp(min=1)"),
         ("_constant(1 / max(num_responses, 1)", "_constant(1.0"),
         ("/ divisor", "/ response_index.numel()"),
     ],
@@ -114,10 +102,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("aggregate", "weighted_sum"): [
         (".masked_fill(~loss_mask, 0)", ".masked_fill(loss_mask, 0)"),
-        (
-            "(values * weights).masked_fill(~loss_mask, 0).sum()",
-            "(loss_mask * values * weights).sum()",
-        ),
+        ("values * weights).masked_fill(~loss_mask, 0).sum(", "loss_mask * values * weights).sum("),
         (".masked_fill(~loss_mask, 0).sum()", ".masked_fill(~loss_mask, 0).mean()"),
     ],
     ("mismatch", "tis"): [
@@ -126,26 +111,17 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("gap.detach().exp().clamp(max=cap)", "gap.exp().clamp(max=cap)"),
     ],
     ("mismatch", "icepop"): [
-        (
-            "torch.where((weight >= 1 / cap) & (weight <= cap), weight",
-            "torch.where((weight >= 1 / cap) & (weight <= cap), torch.ones_like(weight)",
-        ),
+        ("/ cap) & (weight <= cap), weight", "/ cap) & (weight <= cap), torch.ones_like(weight)"),
         ("(weight >= 1 / cap) & (weight <= cap)", "(weight <= cap)"),
         ("(weight >= 1 / cap) & (weight <= cap)", "(weight >= 1 / cap)"),
     ],
     ("mismatch", "sequence_mask"): [
         ("((mean >= 1 / cap) & (mean <= cap))", "((mean < 1 / cap) | (mean > cap))"),
         ("((mean >= 1 / cap) & (mean <= cap))", "(mean <= cap)"),
-        (
-            "gap.detach(), loss_mask, response_index",
-            "gap.detach(), torch.ones_like(loss_mask), response_index",
-        ),
+        ("(), loss_mask, response_index", "(), torch.ones_like(loss_mask), response_index"),
     ],
     ("terms", "masking and denominators"): [
-        (
-            "advantages=batch.advantages.to(logprobs.dtype)[batch.response_index]",
-            "advantages=batch.advantages.to(logprobs.dtype)[batch.response_index].abs()",
-        ),
+        ("(logprobs.dtype)[batch.response_index]", "(logprobs.dtype)[batch.response_index].abs()"),
         ("lifted(batch.logprobs).masked_fill(~mask, 0)", "lifted(batch.logprobs) * mask"),
         ("old = lifted(self.batch.old_logprobs)", "old = lifted(self.batch.logprobs)"),
         ("return kept.sum() / max(self.num_tokens, 1)", "return kept.mean()"),
@@ -157,6 +133,12 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("accuracy == 0, -alpha * missed", "accuracy < 1, -alpha * missed"),
         ("accuracy == 1, alpha * entropy", "accuracy == 1, advantages + entropy"),
         ("accuracy == 1, alpha * entropy", "accuracy > 0, alpha * entropy"),
+    ],
+    ("token_advantages", "teacher"): [
+        ("- coef * (logprobs", "+ coef * (logprobs"),
+        ("logprobs.detach() - teacher_logprobs", "logprobs.detach() + teacher_logprobs"),
+        ("coef * (logprobs.detach()", "(logprobs.detach()"),
+        ("coef * (logprobs.detach()", "coef * (logprobs"),
     ],
     ("token_advantages", "entropy_bonus"): [
         ("advantages.abs() / kappa", "advantages / kappa"),
@@ -178,27 +160,18 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("loss = loss - config.entropy.coef", "loss = loss + config.entropy.coef"),
         ("per_token = correction * per_token", "per_token = per_token"),
         ("_kl_coefficients(terms, *config.kl.by_sign) * divergence", "divergence"),
-        (
-            "per_response = positive * per_response",
-            "per_response = positive * torch.ones_like(per_response)",
-        ),
+        ("= positive * per_response", "= positive * torch.ones_like(per_response)"),
         ("where_correct(terms.correct, positive", "where_correct(~terms.correct, positive"),
         ("if config.kl.aggregate not in (None, config.aggregate):", "if False:"),
     ],
     ("token_loss", "token shaping"): [
         ("advantages = shaped.detach()", "advantages = shaped"),
         ("TOKEN_SHAPERS.value(shaper, terms, advantages=advantages)", "terms.advantages"),
-        (
-            "TOKEN_SHAPERS.value(shaper, terms, advantages=advantages)",
-            "TOKEN_SHAPERS.value(shaper, terms, advantages=terms.advantages)",
-        ),
+        ("(shaper, terms, advantages=advantages)", "(shaper, terms, advantages=terms.advantages)"),
     ],
     ("token_loss", "metrics"): [
         ("above = ratio > bounds[1]", "above = ratio < bounds[1]"),
         ("above = ratio > bounds[1]", "above = ratio > bounds[0]"),
-        (
-            '{"positive": terms.advantages > 0, "negative": terms.advantages < 0}',
-            '{"positive": terms.advantages < 0, "negative": terms.advantages > 0}',
-        ),
+        ('> 0, "negative": terms.advantages < 0}', '< 0, "negative": terms.advantages > 0}'),
     ],
 }

@@ -110,6 +110,16 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("own = f(log_ratio.detach())", "own = f(-log_ratio.detach())"),
         ("partial(truncated_importance, cap=cap)", "partial(truncated_importance, cap=2.0)"),
     ],
+    ("sampler_losses", "teacher_top_k"): [
+        ("(p * (log_p - log_q)).sum(1)", "(p * (log_q - log_p)).sum(1)"),
+        ("(p * (log_p - log_q)).sum(1)", "(p.detach() * (log_p - log_q)).sum(1)"),
+        ("rest * (rest / other).log()", "other * (rest / other).log()"),
+        ("rest * (rest / other).log()", "rest * (other / rest).log()"),
+        ("+ coef * divergence", "- coef * divergence"),
+        ("advantages + coef * divergence", "advantages + divergence"),
+        ("p = log_p.exp().masked_fill(is_free, 0)\n    rest", "p = log_p.exp()\n    rest"),
+        ("-ratio_of(log_ratio) * advantages + coef", "ratio_of(log_ratio) * advantages + coef"),
+    ],
     ("sampler_losses", "binary_variation"): [
         ("torch.expm1(-log_ratio)).abs()", "torch.expm1(log_ratio)).abs()"),
         ("torch.expm1(-log_ratio)).abs()", "torch.expm1(-log_ratio)).abs() / 2"),
@@ -176,6 +186,15 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "learned, -ratio_of(log_ratio).clamp(0.8, 1.2) * advantages)",
         ),
         ("(given, learned, -ratio", "(~given, learned, -ratio"),
+    ],
+    ("demonstrations", "cross_entropy"): [
+        ("response_index], -logprobs, torch", "response_index], logprobs, torch"),
+        ("response_index], -logprobs, torch", "response_index], -logprobs.exp(), torch"),
+        (
+            "return torch.where(is_demonstration[response_index], -log",
+            "return torch.where(~is_demonstration[response_index], -log",
+        ),
+        ("-logprobs, torch.zeros_like(logprobs))", "-logprobs, -logprobs)"),
     ],
     ("demonstrations", "bounds"): [
         ("lower.masked_fill(given, -torch.inf)", "lower.masked_fill(given, torch.inf)"),

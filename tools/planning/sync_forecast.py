@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.plan import Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.roles import Side
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
@@ -59,45 +58,25 @@ def forecast(config: Config, arch: Architecture, ranks: Ranks, links: Links) -> 
         config.precision.params,
     )
     sources = training_side(arch, train)
-    if config.source.is_servers:
-        engines = _engines(config, ranks.servers, ranks.trainer)
-        targets = rollout_side(arch, engines, config.rollout.dtype)
-        plan, seconds = publication(sources, targets, engines.replicas, settings, links)
-        return _forecast("servers", plan, seconds, links)
-    if config.sync_method == "gather":
+    way = "servers" if config.source.is_servers else config.sync_method
+    if way == "gather":
         plan = make_plan(sources, dict.fromkeys(sources, whole_tensors(sources)), settings)
     else:
-        engines = _engines(config, ranks.trainer, first_rank=0)
+        first_rank, num_ranks = 0, ranks.trainer
+        if way == "servers":  # behind the trainer
+            first_rank, num_ranks = ranks.trainer, ranks.servers
+        layout = RolloutLayout.of(config.rollout, num_ranks // config.rollout.ranks)
+        engines = replace(layout, first_rank=first_rank)
         targets = rollout_side(arch, engines, config.rollout.dtype)
+        # One plan for all replicas, so that they pass weights on to each other.
         plan = make_plan(sources, targets, replace(settings, replicas=engines.replicas))
-    return _forecast(config.sync_method, plan, simulated_seconds(plan, links), links)
-
-
-def publication(
-    sources: Side, targets: Side, servers: Sequence[range], settings: PlanSettings, links: Links
-) -> tuple[Plan, float]:
-    """New weights for all ``servers`` (the ranks of each): the plan, and its seconds.
-
-    One plan for all of them, so that they pass weights on to each other. One server after the
-    other would be the plan of the first alone, and its seconds times their number.
-    """
-    plan = make_plan(sources, targets, replace(settings, replicas=servers))
-    return plan, simulated_seconds(plan, links)
-
-
-def _forecast(way: str, plan: Plan, seconds: float, links: Links) -> SyncForecast:
     return SyncForecast(
         way,
         plan.bytes_by_link["across_nodes"] / 1e9,
         int(num_peers(plan.flows).max(initial=0)),
-        seconds,
+        simulated_seconds(plan, links),
         least_seconds(plan, links),
     )
-
-
-def _engines(config: Config, num_ranks: int, first_rank: int) -> RolloutLayout:
-    layout = RolloutLayout.of(config.rollout, num_ranks // config.rollout.ranks)
-    return replace(layout, first_rank=first_rank)
 
 
 def training_side(arch: Architecture, train: TrainingLayout) -> Side:

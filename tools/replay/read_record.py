@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.rollouts.rows.experience import Experience, Responses, experience_of
+from megatron_rl.rollouts.rows.partials import response_sums
 from megatron_rl.rollouts.step_record import FORMAT, ROWS, TOKENS, record_path
-from megatron_rl.types import Prompt, Score
+from megatron_rl.types import APPENDED, Prompt, Score
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Recorded:
         lengths = self.tensors["lengths"]
         columns = {name: self.tensors[name] for name in TOKENS}
         columns["weight_versions"] = self.token_versions
+        if (sampled := self.token_versions != APPENDED).all():
+            num_appended = None
+        else:
+            columns["sampled"] = sampled
+            num_appended = lengths - response_sums(sampled, lengths).astype(np.int64)
         tokens = TokenRows(np.arange(len(lengths)), lengths, columns)
         responses = Responses(
             prompts=[prompts[group] for group in self.tensors["group_ids"]],
@@ -45,6 +51,7 @@ class Recorded:
             scores=[Score(**score) for score in self.scores],
             tokens=tokens if is_main else tokens.take([]),
             holders=np.zeros(len(lengths), dtype=np.int64),
+            num_appended=num_appended,
         )
         return replace(experience_of(responses), **self.rest)
 

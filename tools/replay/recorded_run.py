@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.checkpoints import directory, megatron_format
+from megatron_rl.checkpoints import adapter_checkpoint, directory
 from megatron_rl.config.keys import flat, within
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
@@ -26,6 +26,7 @@ from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.reading import training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.models import read_architecture
 from megatron_rl.reporting.metrics_file import Row, read_metrics
 from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.rollouts.step_record import FOLDER, recorded_steps
@@ -213,7 +214,9 @@ class ReplayedRun:
         path = directory.step_path(run / CHECKPOINTS, step)
         if not self._world.from_main(lambda: directory.problem(path) is None):
             return None
-        stored = iter(megatron_format.read_hf(path, self.policy.arch, lambda _: None))
+        base = Path(self._config.model.path)
+        arch, _ = read_architecture(base)
+        stored = iter(adapter_checkpoint.read_hf(path, base, arch, lambda _: None))
         seen: dict[str, Tensor] = {}  # of the checkpoint, until it is compared
         different = []
         for name, tensor in self.policy.gathered_weights():

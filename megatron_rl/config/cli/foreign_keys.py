@@ -32,7 +32,14 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
     "parallel.pipeline": "pipeline_model_parallel_size",
     "optim.clip_grad": "max_grad_norm",
     "optim.warmup_steps": "warmup_ratio",
-    "logging.wandb_project": "project_name",
+    # The latter ones of these five are their former names.
+    "logging.trackers": "report_to logger wandb tensorboard",
+    "logging.project": "project_name wandb_project",
+    "logging.run_name": "experiment_name wandb_name",
+    "logging.group": "wandb_group",
+    "logging.tags": "wandb_tags",
+    "logging.job_type": "wandb_job_type",
+    "hub.push": "push_to_hub hub_model_id",
     "source.request_timeout_factor": "give_up_factor",  # its former name
 }
 NAMES_HERE: Mapping[str, str] = {
@@ -44,8 +51,9 @@ NOT_SUPPORTED = (
     (r"q_?lora|dora", "QLoRA and DoRA are not supported: see model.lora"),
     (r"(lora_)?dropout", "dropout is not supported: what samples has none, and is the policy"),
     (
-        r"tools?|multi_?turns?|turns|agents?|env|environment",
-        "tools and several turns are not supported: one prompt, one response, one reward",
+        r"mcp|multi_?turns?|agents?|environments?",
+        "MCP servers and agents of other programs are not supported: tools and several turns are,"
+        " see env",
     ),
     (r"videos?|audio", "video and audio are not supported: prompts are texts and images"),
     (
@@ -57,18 +65,14 @@ NOT_SUPPORTED = (
         "process rewards are not supported: a reward is of a whole response, see reward",
     ),
     (
-        r"dpo|kto|orpo|sft|distill|distillation|teacher",
-        "SFT, preference losses and distillation are not supported: rewards are verifiable ones",
+        r"dpo|kto|orpo|simpo",
+        "preference losses are not supported: rewards are verifiable ones",
     ),
     (r"fsdp2?|deepspeed|zero", "FSDP and DeepSpeed are not supported: see parallel"),
     (r"sglang|tensorrt|trtllm", "rollout engines other than vLLM are not supported"),
     (
         r"load_in_(4|8)bit|bnb|bitsandbytes|gptq|awq|qat",
         "quantized weights are not supported: FP8 layers are, see precision",
-    ),
-    (
-        r"hub|push_to_hub|hub_model_id",
-        "a push to the hub is not supported: <run_dir>/export is a local folder",
     ),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_rl.config.rules.engine_checks import engine_side, replica_problems
 from megatron_rl.config.rules.hardware import Machine, machine_problems
 from megatron_rl.config.rules.layout_rules import model_problems, replica_ranks, world_problems
 from megatron_rl.config.rules.source_rules import source_problems
+from megatron_rl.config.rules.teacher_rules import teacher_problems
+from megatron_rl.config.rules.warm_start_rules import warm_start_problems
 from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss.config import reward_scheme_errors
@@ -47,10 +50,11 @@ def check(
         *_paths(config),
         *_precision(config),
         *_training(config),
+        *warm_start_problems(config, world_size // replica_ranks(config.parallel)),
         *engine,
     ]
     if hf_config is not None:
-        problems += _model(config, hf_config)
+        problems += [*_model(config, hf_config), *teacher_problems(config, hf_config)]
     if machine is not None:
         problems += machine_problems(config, machine, hf_config)
     if problems:
@@ -61,7 +65,9 @@ def check(
 def num_optimizer_steps(config: Config) -> int:
     """Optimizer steps of a whole run, the length of the learning-rate schedule."""
     per_rollout = config.batch.prompts_per_step // config.batch.prompts_per_minibatch
-    return config.trainer.steps * config.trainer.epochs_per_rollout * per_rollout
+    warm = config.warm_start.steps  # of one optimizer step each
+    sampled = config.trainer.steps - warm
+    return warm + sampled * config.trainer.epochs_per_rollout * per_rollout
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
@@ -215,6 +221,18 @@ def _warn_of_unusual(config: Config) -> None:
         )
 
 
+def _tools(config: Config) -> Iterator[str]:
+    """Trackers and the push."""
+    for name in config.logging.trackers:
+        if find_spec(name) is None:
+            yield f"logging.trackers: {name} is not installed; pip install {name}, or leave it out"
+    if config.hub.push is not None and not config.checkpoint.export_at_end:
+        yield (
+            f"hub.push = {config.hub.push}: checkpoint.export_at_end=false leaves nothing to push;"
+            " set it to true"
+        )
+
+
 def _length(config: Config) -> Iterator[str]:
     trainer = config.trainer
     given = f"trainer.num_steps = {trainer.num_steps}, trainer.num_epochs = {trainer.num_epochs}"
@@ -236,9 +254,11 @@ def _training(config: Config) -> Iterator[str]:
             f"optim.min_learning_rate = {optim.min_learning_rate}: is above optim.learning_rate ="
             f" {optim.learning_rate}, and the schedule would rise towards it; lower it"
         )
+    yield from _tools(config)
     offload = config.memory.offload
-    if len(set(offload)) < len(offload):
-        yield f"memory.offload = {list(offload)}: names a part twice; name each once"
+    for key, names in (("memory.offload", offload), ("logging.trackers", config.logging.trackers)):
+        if len(set(names)) < len(names):
+            yield f"{key} = {list(names)}: names one twice; name each once"
     fp8 = config.precision.fp8
     if "weights" in offload and fp8 is not None and fp8.param_gather:
         yield (

@@ -13,6 +13,8 @@ def source_problems(config: Config) -> Iterator[str]:
     yield from _truncated(config)
     yield from _router_replay(config)
     yield from _with_hooks(config)
+    if config.env.has_turns:
+        yield from _with_turns(config)
     if config.rollout.anneal.schedule is not None:
         yield from _with_annealing(config)
     if config.source.is_partial:
@@ -24,6 +26,38 @@ def source_problems(config: Config) -> Iterator[str]:
             f"source.staleness = {config.source.staleness}: colocated engines always sample with"
             " the newest weights; set it to 0, or source=servers"
         )
+
+
+def _with_turns(config: Config) -> Iterator[str]:
+    """What is not built for responses of several turns."""
+    rollout = config.rollout
+    others = {
+        "source.schedule = free": (
+            config.source.is_servers and config.source.schedule == "free",
+            "source.schedule=lockstep",
+        ),
+        "source.partial.groups_in_flight": (
+            config.source.is_partial,
+            "source.partial.groups_in_flight=null",
+        ),
+        f"rollout_hooks = {[*config.rollout_hooks]}": (bool(config.rollout_hooks), "none of them"),
+        f"rollout.router_replay = {rollout.router_replay}": (
+            rollout.router_replay != "none",
+            "rollout.router_replay=none",
+        ),
+        "rollout.top_p, rollout.top_k": (rollout.is_truncated, "1.0 and -1"),
+        "rollout.anneal.start": (
+            rollout.anneal.schedule is not None,
+            "rollout.anneal.start=null",
+        ),
+        f"rollout.stop = {[*rollout.stop]}": (bool(rollout.stop), "rollout.stop=[]"),
+    }
+    for key, (is_on, remedy) in others.items():
+        if is_on:
+            yield (
+                f"env.name = {config.env.name}: several turns are not built for {key}; set"
+                f" {remedy}, or env=single"
+            )
 
 
 def _truncated(config: Config) -> Iterator[str]:

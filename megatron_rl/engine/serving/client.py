@@ -110,10 +110,13 @@ class ServerClient:
             trust_env=False,
         )
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, response: int, so_far: Sequence[int] = ()
+    ) -> Completion:
         """Response number ``response`` to the prompt: that of ``VllmEngine.generate`` with the same
         ``sampling`` and the same weights, token for token. ``sampling.num_responses`` does not
-        matter here. Cancelled, the server drops the request too.
+        matter here, its limit is that of the whole response: of what follows ``so_far``, which is
+        returned alone. Cancelled, the server drops the request too.
 
         Raises:
             ServerLostError: no answer, or none that can be read.
@@ -123,7 +126,7 @@ class ServerClient:
             RuntimeError: it read other tokens for the images.
         """
         what = f"prompt {prompt.uid}"
-        body = self._request(prompt, sampling, response, ())
+        body = self._request(prompt, sampling, response, so_far)
         answer: _Generated = await self._post(body, _Generated, what)
         if prompt.images:
             check_expansion(prompt.token_ids, answer.prompt_token_ids or (), what)

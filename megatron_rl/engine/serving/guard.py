@@ -37,7 +37,9 @@ class RequireSecret:
     async def __call__(
         self, scope: _Scope, receive: Callable[[], Awaitable[Message]], send: _Send
     ) -> None:
-        if scope["type"] not in ("http", "websocket") or self._knows_secret(scope):
+        is_request = scope["type"] in ("http", "websocket")  # else one of the server's own start
+        given = dict(scope["headers"]).get(b"authorization", b"") if is_request else b""
+        if not is_request or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -45,7 +47,3 @@ class RequireSecret:
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
-
-    def _knows_secret(self, scope: _Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)

@@ -115,13 +115,9 @@ class StagedWeights:
         # Layer by layer: one that is open has memory of the device in addition to that of its old
         # weights, and they may have come in another order (first parts of all experts, then second
         # ones).
-        for key in sorted(self._tensors, key=_layer):
+        for key in sorted(self._tensors, key=lambda key: key.rpartition(".")[0]):
             parameter(key).copy_(self._tensors[key])
             written(key)
-
-
-def _layer(key: str) -> str:
-    return key.rpartition(".")[0]
 
 
 class WorkerSink:
@@ -199,6 +195,7 @@ class ShardTransferEngine(WeightTransferEngine):
         """Joins the trainer's group and makes the plan with it. Disconnects a previous trainer."""
         self.shutdown()
         parallel = self.parallel_config
+        # Behind the trainer's ranks: replica after replica, and in each worker after worker.
         of_replica = parallel.data_parallel_index * parallel.world_size
         self.rank = init_info.first_rank + of_replica + parallel.rank
         timeout_s = init_info.options.timeout_s

@@ -94,3 +94,11 @@ def rl_plus(
     unlikely = (1 - probability.detach()).clamp(min=0) ** gamma  # a logprob may round above 0
     learned = -weight * advantages * unlikely
     return torch.where(given, learned, -ratio_of(log_ratio) * advantages)
+
+
+@policy_loss()
+def cross_entropy(
+    logprobs: PerToken, is_demonstration: ResponseFlags, response_index: TokenIndex
+) -> PerToken:
+    """-log pi at tokens of demonstrations, 0 at the others: supervised fine-tuning."""
+    return torch.where(is_demonstration[response_index], -logprobs, torch.zeros_like(logprobs))

@@ -1,5 +1,5 @@
 """Policy losses that read the sampler: a trust region around it, in probabilities and not in
-ratios, and a score that is centered over it.
+ratios, a score that is centered over it, and a teacher at the tokens that it finds likely.
 
 log_ratio = logprobs - sampler_logprobs here, so rho = exp(log_ratio) corrects for an engine that
 differs and for tokens that are old. p is the current probability of the sampled token, mu the
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
@@ -129,6 +129,33 @@ def score_centered(
     centers = q * of_head - tail[:, None] * p
     own = f(log_ratio.detach()) * logprobs
     return -advantages.detach() * (own - (centers.detach() * head).sum(1))
+
+
+@policy_loss()
+def teacher_top_k(
+    log_ratio: PerToken,
+    advantages: PerToken,
+    likely_logprobs: PerHead,
+    teacher_likely_logprobs: PerHead,
+    *,
+    coef: NonNegativeFloat = 1.0,
+    top_k: Annotated[int, Field(ge=1, le=256)] = 32,
+) -> PerToken:
+    """-rho A + coef (sum over the head of p_v log(p_v / q_v) + (1 - P) log((1 - P) / (1 - Q))).
+
+    The head is the ``top_k`` tokens that were most likely to the sampler, P and Q its masses under
+    the policy and its teacher. All other tokens count as one, so this is KL(p, q) at most, and
+    equal to it where the head is the whole vocabulary.
+    Source: GKD (arXiv 2306.13649), reverse KL, with a head in place of the vocabulary.
+    """
+    is_free = torch.isinf(teacher_likely_logprobs)
+    log_p = likely_logprobs.masked_fill(is_free, 0)
+    log_q = teacher_likely_logprobs.masked_fill(is_free, 0)
+    p = log_p.exp().masked_fill(is_free, 0)
+    rest = _rest(p)
+    other = _rest(log_q.exp().masked_fill(is_free, 0))
+    divergence = (p * (log_p - log_q)).sum(1) + rest * (rest / other).log()
+    return -ratio_of(log_ratio) * advantages + coef * divergence
 
 
 def _rest(masses: PerHead) -> PerToken:

@@ -39,6 +39,22 @@ def zero_variance(
 
 
 @token_shaper
+def teacher(
+    advantages: PerToken,
+    logprobs: PerToken,
+    teacher_logprobs: PerToken,
+    *,
+    coef: NonNegativeFloat = 1.0,
+) -> PerToken:
+    """A - coef (log p - log q), p of the current policy at the sampled token and q of its teacher.
+
+    Where the ratio to the sampler corrects for old tokens, the mean of its gradient is that of
+    coef KL(p, q) at each prefix. Source: GKD (arXiv 2306.13649) on the policy's own responses.
+    """
+    return advantages - coef * (logprobs.detach() - teacher_logprobs)
+
+
+@token_shaper
 def entropy_bonus(
     advantages: PerToken,
     entropy: PerToken,

@@ -102,6 +102,18 @@ def borrowed_prompts(
     return owners, torch.where(follows, prompts, 0)
 
 
+def prompt_owners(
+    batch: SequenceBatch, microbatches: Sequence[Sequence[int]], share: bool
+) -> Int[Tensor, " sequences"]:
+    """The row of ``batch`` that packs the prompt of each row; its own where no micro-batch has
+    it."""
+    owner = torch.arange(batch.num_responses)
+    for rows in microbatches:
+        chosen = torch.tensor(list(rows), dtype=torch.long)
+        owner[chosen] = chosen[borrowed_prompts(batch, chosen, share)[0]]
+    return owner
+
+
 def padded_lengths(
     batch: SequenceBatch,
     rows: Sequence[int],
@@ -370,11 +382,7 @@ def prompt_places(
     Those of prompts follow those of all response tokens. A prompt is predicted with the first of
     the neighbors in its micro-batch that have it; the first token of a prompt is nowhere.
     """
-    owner = torch.arange(batch.num_responses)
-    for rows in microbatches:
-        if rows:
-            chosen = torch.tensor(list(rows))
-            owner[chosen] = chosen[borrowed_prompts(batch, chosen, share=True)[0]]
+    owner = prompt_owners(batch, microbatches, share=True)
     row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.prompt_lengths)
     starts = _prompt_starts(batch)
     within = torch.arange(len(row)) - (starts - starts[0])[row]

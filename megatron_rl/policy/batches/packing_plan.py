@@ -288,10 +288,10 @@ def _leveled(plan: Plan, costs: Integers, tokens: Integers, budget: int) -> Plan
         else:
             break
 
-    def largest_first(rows: list[int]) -> tuple[int, list[int]]:
-        return -int(tokens[rows].sum()) if rows else 0, rows
-
-    return [sorted(map(sorted, rank), key=largest_first) for rank in plan]
+    # The largest first.
+    return [
+        sorted(map(sorted, rank), key=lambda rows: (-tokens[rows].sum(), rows)) for rank in plan
+    ]
 
 
 def _exchange(

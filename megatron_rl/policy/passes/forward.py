@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.passes import (
     EXPERTS,
+    LIKELY,
     PROMPT_LOGPROBS,
     Output,
     Outputs,
@@ -110,11 +111,14 @@ class ScoreBuffer:
     ) -> None:
         self.outputs = outputs
         self._num_tokens = num_tokens
-        self._names = [output.name for output in outputs if output.name not in _OF_OTHER_TOKENS]
+        written = [output for output in outputs if output.name not in _OF_OTHER_TOKENS]
+        self._names = [output.name for output in written]
+        # Rows of the buffer: one for each number of a token.
+        self._widths = [1, *(int(each.value) if each.name == LIKELY else 1 for each in written)]
         self._prompt_places = prompt_places
         if prompt_places is not None:
             num_tokens += len(prompt_places)
-        num_rows = 1 + len(self._names)
+        num_rows = sum(self._widths)
         self._values = torch.zeros(num_rows, num_tokens, dtype=torch.float32, device=device)
         self._writes = ranks.tensor_rank == 0
         self._group = ranks.replica_group
@@ -126,7 +130,9 @@ class ScoreBuffer:
             return
         rows = [values.logprobs, *(values.columns[name] for name in self._names)]
         self._places.append(microbatch.index)
-        self._written.append(torch.stack([values.detach().float() for values in rows]))
+        # [t] and [t, numbers] become [1, t] and [numbers, t].
+        by_number = [values.detach().float()[:, None].flatten(1).t() for values in rows]
+        self._written.append(torch.cat(by_number))
 
     def read(self) -> TokenScores:
         """Collective over the ranks that work on the batch; once, at the end."""
@@ -135,8 +141,11 @@ class ScoreBuffer:
             self._values[:, places] = torch.cat(self._written, dim=1)
         if self._group is not None:
             dist.all_reduce(self._values, group=self._group)
-        logprobs, *others = self._values[:, : self._num_tokens]
-        columns = dict(zip(self._names, others, strict=True))
+        (logprobs,), *others = self._values[:, : self._num_tokens].split(self._widths)
+        columns = {
+            name: values.t().contiguous() if name == LIKELY else values[0]
+            for name, values in zip(self._names, others, strict=True)
+        }
         if self._prompt_places is not None:
             places = to_device(self._prompt_places, self._values.device)
             columns[PROMPT_LOGPROBS] = self._values[0, places]
@@ -219,7 +228,7 @@ class Passes:
             elif output.name in ("topk_logprobs", "is_argmax"):
                 # One most likely token is enough to know whether it was sampled.
                 top_k = max(top_k, int(output.value), 1)
-            elif output.name == "likely_logprobs":
+            elif output.name == LIKELY:
                 likely = microbatch.likely
                 assert likely is not None, "of tokens that came with the sampled ones"
             elif output.compute is None and output.name not in _OF_OTHER_TOKENS:
@@ -282,7 +291,7 @@ class Passes:
         loss, data = consume(microbatch, values)
         # Without response tokens the graph must still reach every stage: the pipeline waits for a
         # gradient.
-        connected = loss + hidden[:0].sum() + weight[:0].sum() + values.logprobs.sum() * 0
+        connected = loss + values.logprobs.sum() * 0
         for column in computed.values():
             connected = connected + column.sum() * 0
         return connected, torch.zeros([], dtype=torch.int, device=loss.device), data

@@ -214,16 +214,24 @@ class Chunks:
 
 class Gradients:
     """Those of hidden states and output weight, from the gradients of logits, chunk by chunk;
-    ``wanted`` says for each whether there is one."""
+    ``wanted`` says for each whether there is one.
+
+    A weight with a ``main_grad`` in the format of sums, which megatron gives to what it trains, has
+    its gradient added there: it is never rounded to 16 bits, and needs no sum of its own.
+    """
 
     def __init__(
         self, chunks: Chunks, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]
     ) -> None:
         self._chunks = chunks
         self._states = hidden
-        self._formats = (hidden.dtype, weight.dtype)
+        self._head = weight
         self._hidden = chunks.zeros_like(hidden) if wanted[0] else None
-        self._weight = chunks.zeros_like(weight) if wanted[1] else None
+        self._weight: Tensor | None = None
+        if wanted[1]:
+            main_grad = getattr(weight, "main_grad", None)
+            self._in_main = main_grad is not None and main_grad.dtype == chunks.dtype
+            self._weight = main_grad if self._in_main else chunks.zeros_like(weight)
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         """Of one chunk."""
@@ -245,9 +253,10 @@ class Gradients:
         if hidden is not None:
             if group is not None and hidden.shape[0]:
                 dist.all_reduce(hidden, group=group)
-            hidden = hidden.to(self._formats[0])
+            hidden = hidden.to(self._states.dtype)
         if weight is not None:
-            weight = weight.to(self._formats[1])
+            # megatron adds what is returned to main_grad, and with overlapped reduction wants it.
+            weight = torch.zeros_like(self._head) if self._in_main else weight.to(self._head.dtype)
         return hidden, weight
 
 

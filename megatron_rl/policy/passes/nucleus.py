@@ -51,7 +51,9 @@ class _NucleusEntropy(torch.autograd.Function):
             _largest(x, maximum, head.group)
             x.sub_(maximum[:, None]).exp_()
             threshold.copy_(_threshold(x, probability, head.group))
-            _keep_(x, threshold)
+            size = split_size(x)
+            for part, bound in zip(x.split(size), threshold.split(size)):
+                part.mul_(part >= bound[:, None])
             sums = torch.stack([x.sum(1), _entropy_sum(x)])
             _add(sums, head.group)
             log_sum.copy_(sums[0].log())
@@ -114,13 +116,6 @@ def _threshold(weights: Tensor, share: float, group: dist.ProcessGroup | None) -
         above = from_digit.gather(1, digit[:, None] + 1)[:, 0]
         found |= (digit << shift).to(bits)
     return found.view(weights.dtype)
-
-
-def _keep_(weights: Tensor, threshold: Tensor) -> None:
-    """Leaves 0 of the weights below the threshold."""
-    size = split_size(weights)
-    for part, bound in zip(weights.split(size), threshold.split(size)):
-        part.mul_(part >= bound[:, None])
 
 
 def _entropy_sum(weights: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.models import Architecture
 from megatron_rl.models.experts import expert_bytes, expert_width, packed_experts, unpacked_experts
-from megatron_rl.policy.batches.microbatches import Microbatch, borrowed_prompts
+from megatron_rl.policy.batches.microbatches import Microbatch, prompt_owners
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.runtime.device import to_device
 from megatron_rl.types import SequenceBatch
@@ -175,6 +175,7 @@ class Routing:
         return values.chunk(self._ranks.tensor)[self._ranks.tensor_rank]
 
     def _columns(self, router: ReplayedRouter) -> slice:
+        # A row of packed experts has layer after layer, counted over all pipeline stages.
         first = router.layer * self._layer_bytes
         return slice(first, first + self._layer_bytes)
 
@@ -183,11 +184,7 @@ def prompt_sources(
     batch: SequenceBatch, microbatches: Sequence[Sequence[int]], share: bool
 ) -> Int[Tensor, " all_tokens"]:
     """Where each token of ``batch`` was computed in a pass: a shared prompt with one row alone."""
-    owner = torch.arange(batch.num_responses)
-    for rows in microbatches:
-        if rows:
-            chosen = torch.tensor(list(rows))
-            owner[chosen] = chosen[borrowed_prompts(batch, chosen, share)[0]]
+    owner = prompt_owners(batch, microbatches, share)
     row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.lengths)
     place = torch.arange(len(row))
     within = place - batch.offsets[row]

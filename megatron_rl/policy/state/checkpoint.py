@@ -109,7 +109,8 @@ def _begin(
     sharded = sharded_model(policy)
     stored = stored_parameters(sharded, policy.optimizer)
     kind = device().type
-    num_bytes = _about_bytes(stored)
+    # About what this rank copies: see planning/memory.py.
+    num_bytes = 12 * sum(item.writes[1] - item.writes[0] for item in stored if item.is_main)
     if blocks is None:
         blocks = max(_WAITING_BLOCKS, math.ceil(num_bytes / BLOCK_BYTES))
     settings = Settings(WRITER_THREADS[kind], kind == "cuda", blocks)
@@ -128,11 +129,6 @@ def _begin(
         writer.add_file(CONFIG_FNAME, json.dumps(asdict(FORMAT)).encode("ascii"))
         writer.add_file(EXTRA, saved_bytes(dict(extra)))
     return writer
-
-
-def _about_bytes(stored: Sequence[StoredParameter]) -> int:
-    """What this rank copies: see planning/memory.py."""
-    return 12 * sum(item.writes[1] - item.writes[0] for item in stored if item.is_main)
 
 
 def _copy(
@@ -206,7 +202,8 @@ def sharded_optimizer(
         state: dict[str, Any] = policy.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=_metadata()
         )
-    if _has_torch_adam(policy.optimizer):
+    kinds = torch.optim.Adam | torch.optim.AdamW
+    if any(isinstance(part.optimizer, kinds) for part in parts(policy.optimizer)):
         add_zero_counts(state)
     return state
 
@@ -257,11 +254,6 @@ def _bytes(policy: TrainingState) -> int:
         distributed_optimizer=policy.parallel.distributed_optimizer,
         reference=policy.reference is not None,
     )
-
-
-def _has_torch_adam(optimizer: Any) -> bool:
-    kinds = torch.optim.Adam | torch.optim.AdamW
-    return any(isinstance(part.optimizer, kinds) for part in parts(optimizer))
 
 
 def add_zero_counts(state: dict[Any, Any]) -> None:

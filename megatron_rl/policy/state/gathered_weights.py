@@ -169,7 +169,7 @@ class Gather:
                 dist.all_gather_into_tensor(flat.view(-1), local, group=unit.group)
                 self.bytes_sent += (len(unit.members) - 1) * local.nbytes
         if self.ranks.pipeline > 1:
-            root = self.ranks.stage_root(unit.stage)
+            root = dist.get_global_rank(self.ranks.pipeline_group, unit.stage)
             dist.broadcast(flat, src=root, group=self.ranks.pipeline_group)
             if is_here:
                 self.bytes_sent += (self.ranks.pipeline - 1) * flat.nbytes

@@ -27,7 +27,8 @@ class OffloadedStorage:
 class Offload:
     """Empties the storages under tensors and fills them again, so that every view stays valid.
 
-    ``tensors[part]`` is called for the tensors of a part; ``dropped`` parts come back as zeros. A
+    ``tensors[part]`` is called for the tensors of a part; ``dropped`` parts come back as zeros;
+    ``constant`` ones never change, and are copied to the host once. A
     storage that two parts share belongs to the one named first in ``tensors``. On a machine without
     CUDA the same bytes move between two places of host memory.
     """
@@ -35,6 +36,7 @@ class Offload:
     tensors: Mapping[str, Callable[[], Iterable[Tensor]]]
     dropped: Sequence[str]
     device: torch.device
+    constant: bool = False
     _away: dict[str, list[OffloadedStorage]] = field(default_factory=dict, init=False)
     # Kept between steps: pinning memory takes longer than the copy.
     _hosts: dict[tuple[str, int], HostBuffer] = field(default_factory=dict, init=False)
@@ -116,15 +118,17 @@ class Offload:
         if part in self.dropped:
             return OffloadedStorage(storage, num_bytes, None)
         host = self._hosts.get((part, number))
-        if host is None or host.num_bytes != num_bytes:
+        is_new = host is None or host.num_bytes != num_bytes
+        if host is None or is_new:
             host = HostBuffer(num_bytes, pinned=self.device.type == "cuda")
             self._hosts[part, number] = host
-        host.take(_bytes(storage))
+        if is_new or not self.constant:
+            host.take(_bytes(storage))
         return OffloadedStorage(storage, num_bytes, host)
 
 
 def training_tensors(
-    modules: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
+    modules: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None
 ) -> dict[str, Callable[[], Iterable[Tensor]]]:
     """What a policy has on the device, by part. What is not trained has weights only."""
 
@@ -138,7 +142,7 @@ def training_tensors(
         return [gradient(parameter) for parameter in parameters() if parameter.requires_grad]
 
     def optimizer_states() -> Iterable[Tensor]:
-        for part in parts(optimizer):
+        for part in parts(optimizer) if optimizer is not None else ():
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
                     yield parameter.data

@@ -21,6 +21,7 @@ from megatron_rl.reporting.comparison.tables import (
     Entry,
     Table,
     cost_table,
+    course_table,
     differing_versions,
     method_table,
     runs_table,
@@ -28,6 +29,7 @@ from megatron_rl.reporting.comparison.tables import (
     versions_table,
 )
 from megatron_rl.reporting.comparison.variants import Variant, all_runs
+from megatron_rl.reporting.metrics_file import is_held_out
 
 HTML = "index.html"
 MARKDOWN = "report.md"
@@ -36,8 +38,7 @@ _HOW_TO_READ = (
     "Values are those of the last evaluation; of a metric of training the mean of its last "
     f"{LAST_ROWS} steps. Only finished runs count, where a variant has any. A difference is the "
     "mean over common seeds of variant minus baseline; where no seed is common, means are compared "
-    "unpaired (Welch). Student's interval decides the word: with a handful of seeds the bootstrap "
-    "is too narrow."
+    "unpaired (Welch). The interval of the difference decides the word."
 )
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -89,6 +90,8 @@ def write_report(
     lines += [*_heading(2, "Methods"), _plain_markdown(_HOW_TO_READ), ""]
     for metric in metrics:
         lines += [*_heading(3, metric), *_table_lines(method_table(variants, metric), out)]
+        if is_held_out(metric) and (over_training := course_table(variants, metric)):
+            lines += _table_lines(over_training, out)
     lines += [*_heading(2, "Cost"), *_table_lines(cost_table(variants), out)]
     lines += [*_heading(2, "Curves"), _plain_markdown(_curves_text(variants)), ""]
     for heading, file in _write_figures(variants, out):

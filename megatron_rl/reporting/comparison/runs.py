@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.config.keys import flat
+from megatron_rl.config.keys import flat, natural
 from megatron_rl.reporting.metrics_file import PASS_AT, Row, read_metrics
 
 CONFIG = "config.json"
@@ -193,13 +192,3 @@ def _record(path: Path) -> dict[str, Any]:
         if not isinstance(settings.get(key), int):
             raise ValueError(f"{path.name} is not that of a run: it lacks {key}")
     return record
-
-
-def natural(text: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers within names by their value.
-
-    Example: ``seed-2`` before ``seed-10``.
-    """
-    # Even places hold text, odd ones digits, so that like is compared with like.
-    parts = re.split("([0-9]+)", text)
-    return [(int(part), "") if place % 2 else (0, part) for place, part in enumerate(parts)]

@@ -25,7 +25,7 @@ def samples_of(run: Run) -> tuple[list[Sample], list[str]]:
     # Only a newline ends a line, as in ``row_file``: responses are untrusted text.
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):
-            row = _sample(line)
+            row = as_sample(line)
             if row is None:
                 # A last line that a kill cut off is no damage.
                 damaged += [number] if line.endswith("\n") else []
@@ -50,7 +50,8 @@ def samples_of(run: Run) -> tuple[list[Sample], list[str]]:
     return found, problems
 
 
-def _sample(line: str) -> Sample | None:
+def as_sample(line: str) -> Sample | None:
+    """None where the line is none."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 
 from megatron_rl.reporting.comparison.runs import Run
 from megatron_rl.reporting.comparison.variants import Variant
-from megatron_rl.reporting.intervals import Interval, bootstrap, student, welch
+from megatron_rl.reporting.intervals import Interval, student, welch
 from megatron_rl.reporting.metrics_file import is_held_out, series
 
+COLLAPSED_BELOW = 0.5  # of its best: the paper that counts collapses prints no bound
 LAST_ROWS = 10  # a metric of training is the mean of its last values: one step is noise
 
 
@@ -39,27 +40,26 @@ class VariantScore:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mean of a variant minus that of the baseline, with two 95 % intervals.
+    """Mean of a variant minus that of the baseline, with its 95 % interval.
 
     Attributes:
         num_pairs: common seeds; 0 where there are none, and the means are compared unpaired.
     """
 
     num_pairs: int
-    bootstrap: Interval
-    student: Interval
+    interval: Interval
 
     @property
     def word(self) -> str:
-        """``higher``, ``lower`` or ``not shown``, by Student's interval."""
-        if not isfinite(self.student.low):
+        """``higher``, ``lower`` or ``not shown``."""
+        if not isfinite(self.interval.low):
             return "not shown (one seed)"
         # Equal differences make an interval of no width, which leaves out 0 however small they are.
-        if self.student.low == self.student.high:
+        if self.interval.low == self.interval.high:
             return "not shown (no spread)"
-        if not self.student.excludes(0.0):
+        if not self.interval.excludes(0.0):
             return "not shown"
-        return "higher" if self.student.mean > 0 else "lower"
+        return "higher" if self.interval.mean > 0 else "lower"
 
 
 def score(variant: Variant, metric: str) -> VariantScore | None:
@@ -93,15 +93,43 @@ def last_value(run: Run, metric: str) -> tuple[int, float] | None:
     return (step, fmean(values)) if values else None
 
 
+@dataclass(frozen=True)
+class Course:
+    """A held-out metric of one run over its training, step 0 left out.
+
+    Attributes:
+        peak: largest value.
+        variation: coefficient of variation, "standard deviation divided by mean" (View-R1, arXiv
+            2506.21655, section 3.2), with the population's deviation; None of a mean of 0.
+        is_collapsed: the last value is below ``COLLAPSED_BELOW`` of the peak (A-GRAE, arXiv
+            2602.05548, D.5, counts such runs: "in three out of the ten trials").
+    """
+
+    peak: float
+    variation: float | None
+    is_collapsed: bool
+
+
+def course(run: Run, metric: str) -> Course | None:
+    """None where the run has fewer than two finite values after step 0."""
+    trained = [row for row in run.rows_of(metric) if row["step"]]
+    _, values = series(trained, metric)
+    if len(values) < 2:
+        return None
+    mean = fmean(values)
+    variation = pstdev(values) / mean if mean else None
+    return Course(max(values), variation, values[-1] < COLLAPSED_BELOW * max(values))
+
+
 def compare(variant: VariantScore, baseline: VariantScore) -> Comparison:
     """Paired over common seeds; Welch's interval of the difference of means where there are
     none."""
     common = sorted(variant.values.keys() & baseline.values.keys())
     if common:
         differences = [variant.values[seed] - baseline.values[seed] for seed in common]
-        return Comparison(len(common), bootstrap(differences), student(differences))
+        return Comparison(len(common), student(differences))
     means = (list(variant.values.values()), list(baseline.values.values()))
-    return Comparison(0, bootstrap(*means), welch(*means))
+    return Comparison(0, welch(*means))
 
 
 def cost(variant: Variant) -> dict[str, float | None]:

@@ -6,9 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 from pathlib import Path
+from statistics import fmean
 
 from megatron_rl.reporting.comparison.runs import ABSENT, CONFIG, CURVES, METRICS, SAMPLES, Run
-from megatron_rl.reporting.comparison.scores import VariantScore, compare, cost, score
+from megatron_rl.reporting.comparison.scores import (
+    COLLAPSED_BELOW,
+    VariantScore,
+    compare,
+    cost,
+    course,
+    score,
+)
 from megatron_rl.reporting.comparison.variants import (
     Variant,
     all_runs,
@@ -66,7 +74,7 @@ def interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
 
 
 _OWN = ("at step", "mean", "smallest to largest", "95 % of the mean")
-_CONTRAST = ("difference", "pairs", "bootstrap 95 %", "Student 95 %", "than baseline")
+_CONTRAST = ("difference", "pairs", "95 % of the difference", "than baseline")
 
 
 def method_table(variants: Sequence[Variant], metric: str) -> Table:
@@ -90,6 +98,28 @@ def method_table(variants: Sequence[Variant], metric: str) -> Table:
     return Table(rows, f"{meaning} [{entry.unit}]" if entry and entry.unit else meaning)
 
 
+def course_table(variants: Sequence[Variant], metric: str) -> Table | None:
+    """How a held-out metric went over the training, one row a variant; None where no run was
+    evaluated twice after step 0."""
+    rows = []
+    for variant in variants:
+        found = [each for run in variant.counted if (each := course(run, metric)) is not None]
+        variations = [each.variation for each in found if each.variation is not None]
+        if not found:
+            continue
+        peak = fmean(each.peak for each in found)
+        row = {"method": variant.label, "peak": number(peak, digits_of([peak]))}
+        row["CV"] = f"{100 * fmean(variations):.2f} %" if variations else NOTHING
+        row["collapsed"] = f"{sum(each.is_collapsed for each in found)} of {len(found)}"
+        rows.append(row)
+    caption = (
+        f"{metric} over the evaluations after step 0. Peak and CV (standard deviation / mean) of a"
+        " run, averaged over runs. Collapsed: runs whose last value is below"
+        f" {COLLAPSED_BELOW:g} of their peak."
+    )
+    return Table(rows, caption) if rows else None
+
+
 def _reached(own: VariantScore, digits: int) -> tuple[str, ...]:
     values = own.values.values()
     return (
@@ -103,9 +133,9 @@ def _reached(own: VariantScore, digits: int) -> tuple[str, ...]:
 def _contrast(own: VariantScore, baseline: VariantScore, digits: int) -> tuple[str, ...]:
     """``digits``: one more than those of the means, since differences are small."""
     found = compare(own, baseline)
-    intervals = [interval_text(each, digits, True) for each in (found.bootstrap, found.student)]
-    mean = number(found.student.mean, digits, signed=True)
-    return (mean, str(found.num_pairs or "unpaired"), *intervals, found.word)
+    mean = number(found.interval.mean, digits, signed=True)
+    between = interval_text(found.interval, digits, signed=True)
+    return (mean, str(found.num_pairs or "unpaired"), between, found.word)
 
 
 def _seeds(variant: Variant) -> str:

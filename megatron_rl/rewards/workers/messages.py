@@ -20,8 +20,33 @@ _MAX_REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
-class WorkerSetup:
-    """The task of the workers of one pool.
+class PoolSetup:
+    """The task of the workers of one pool, whatever it is.
+
+    Attributes:
+        plugins: Loaded by each before anything else.
+    """
+
+    plugins: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        raise NotImplementedError
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether ``judge`` is made after the fork."""
+        return False
+
+    def judge(self) -> Any:
+        """What answers the items of a pool, by its method ``verify``; called in a worker."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class WorkerSetup(PoolSetup):
+    """The task of the workers of a reward.
 
     They judge single responses (``verifiers``), or call a function on whole batches.
 
@@ -29,7 +54,6 @@ class WorkerSetup:
     format_pattern="<a>.*</a>", function=None)``.
     """
 
-    plugins: tuple[str, ...]
     verifiers: tuple[str, ...]
     options: Options
     answer_pattern: str | None

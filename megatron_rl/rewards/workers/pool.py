@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from megatron_rl.rewards.workers.messages import WorkerSetup
+from megatron_rl.rewards.workers.messages import PoolSetup
 from megatron_rl.rewards.workers.server import RewardWorker, WorkerServer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 
@@ -39,7 +39,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        setup: WorkerSetup,
+        setup: PoolSetup,
         *,
         limit: tuple[str, float],
         num_workers: int = 1,
@@ -74,11 +74,11 @@ class WorkerPool:
         self._server.close()
         self._threads.shutdown()
 
-    def judge(self, items: Sequence[Any]) -> list[Reply]:
+    def judge(self, items: Sequence[Any], at_most_s: float = math.inf) -> list[Reply]:
         """What a worker answers to each item; ``accuracy``, ``format`` and ``problem`` where there
         is no answer.
 
-        Takes at most ``step_timeout_s`` and a second.
+        Takes at most ``step_timeout_s`` and a second; ``at_most_s``: what is left of it.
 
         Raises:
             ValueError: the workers cannot import a plug-in or the user's function.
@@ -88,6 +88,7 @@ class WorkerPool:
         # To wake a thread takes longer than many verdicts: the work must be worth it.
         worth = self._seconds_each * len(items) / _SECONDS_FOR_A_THREAD
         batch = _Batch(items, math.ceil(max(1, min(self._num_workers, len(items), worth))))
+        batch.limit_s = min(at_most_s, self._step_timeout_s)
         began = time.monotonic()
         others = range(1, batch.num_workers)
         served = [self._threads.submit(self._serve, number, batch) for number in others]
@@ -98,7 +99,8 @@ class WorkerPool:
         for end in served:
             end.result()  # raises what its thread met
         self._seconds_each = (time.monotonic() - began) * batch.num_workers / max(1, len(items))
-        problem = f"reward.step_timeout_s = {self._step_timeout_s:g} s was used up before its turn"
+        key = f"{self._limit[0].partition('.')[0]}.step_timeout_s"
+        problem = f"{key} = {self._step_timeout_s:g} s was used up before its turn"
         return [reply or _not_judged(problem) for reply in batch.replies]
 
     def _serve(self, number: int, batch: _Batch) -> None:
@@ -106,7 +108,7 @@ class WorkerPool:
         while batch.waiting and time.monotonic() < batch.ends_at:
             self._ready(number)
             # The batch's time begins with the first worker that is ready.
-            batch.begin(self._step_timeout_s)
+            batch.begin()
             rows = batch.take()
             if rows:
                 self._judge_rows(number, rows, batch)
@@ -180,13 +182,14 @@ class _Batch:
         self.num_workers = num_workers
         self.replies: list[Reply] = [{} for _ in items]
         self.waiting = deque(range(len(items)))
+        self.limit_s = math.inf
         self.ends_at = math.inf
         self._alone: set[int] = set()  # rows that a worker gets one at a time
         self._lock = threading.Lock()
 
-    def begin(self, seconds: float) -> None:
+    def begin(self) -> None:
         with self._lock:
-            self.ends_at = min(self.ends_at, time.monotonic() + seconds)
+            self.ends_at = min(self.ends_at, time.monotonic() + self.limit_s)
 
     def take(self) -> deque[int]:
         """Rows for one worker, a row of ``_alone`` by itself; few enough that the last rows of a

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
-from megatron_rl.rewards.base import Options, Task, Verdict
+from megatron_rl.rewards.base import Task, Verdict
 from megatron_rl.rewards.patterns import ResponsePattern
 from megatron_rl.rewards.registry import verifier_class
 from megatron_rl.rewards.workers.messages import WorkerSetup, reason
@@ -26,7 +26,7 @@ _MAX_RESPONSE_CHARACTERS = 1_000_000
 _AGAIN_S = 0.5  # the timer rings again for code that caught its first ring
 
 
-class _OutOfTime(BaseException):
+class OutOfTimeError(BaseException):
     """Not an Exception, because libraries catch those."""
 
 
@@ -41,7 +41,7 @@ class ResponseVerifier:
         self._verifiers = {name: verifier_class(name)(setup.options) for name in setup.verifiers}
         self._answer = _compiled(setup.answer_pattern)
         self._format = _compiled(setup.format_pattern)
-        self._alarm = _Alarm(setup.options.timeout_s)
+        self._alarm = Alarm(setup.options.timeout_s)
         self._limited = False
         self._cpu_limited_at = -math.inf
         for verifier in self._verifiers.values():
@@ -74,7 +74,7 @@ class ResponseVerifier:
         try:
             with self._alarm:
                 self._fill(verdict, name, task, response)
-        except _OutOfTime:
+        except OutOfTimeError:
             limit = f"reward.timeout_s = {self._setup.options.timeout_s:g} s"
             verdict["problem"] = f"no verdict within {limit}"
             verdict["last"] = True
@@ -116,7 +116,7 @@ class ResponseVerifier:
     def _limit(self) -> None:
         """Once in each worker: the server itself must stay free to fork."""
         processes = any(verifier.starts_processes for verifier in self._verifiers.values())
-        limit_processes_and_memory(self._setup.options, processes=processes)
+        limit_processes_and_memory(self._setup.options.memory_bytes, processes=processes)
         self._alarm.prepare()
         self._limited = True
 
@@ -125,8 +125,8 @@ def _compiled(pattern: str | None) -> ResponsePattern | None:
     return None if pattern is None else ResponsePattern(pattern)
 
 
-class _Alarm:
-    """``with alarm:`` raises _OutOfTime inside after ``seconds``.
+class Alarm:
+    """``with alarm:`` raises OutOfTimeError inside after ``seconds``.
 
     It raises again every ``_AGAIN_S`` for code that catches it.
     """
@@ -149,11 +149,11 @@ class _Alarm:
 
     def _ring(self, signum: int, frame: FrameType | None) -> None:
         if self._armed:
-            raise _OutOfTime
+            raise OutOfTimeError
 
 
-def limit_processes_and_memory(options: Options, *, processes: bool) -> None:
-    """Limits this process to ``options.memory_bytes`` more memory and no core file.
+def limit_processes_and_memory(memory_bytes: int, *, processes: bool) -> None:
+    """Limits this process to ``memory_bytes`` more memory and no core file.
 
     Unless ``processes``, it cannot start any, which the kernel does not enforce for root. Where the
     machine runs out of memory, it is the first to be killed.
@@ -164,7 +164,7 @@ def limit_processes_and_memory(options: Options, *, processes: bool) -> None:
     # The first number of statm is the size of the address space, in pages: what RLIMIT_AS counts.
     with open("/proc/self/statm", encoding="ascii") as file:
         used_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    _lower(resource.RLIMIT_AS, used_bytes + options.memory_bytes)
+    _lower(resource.RLIMIT_AS, used_bytes + memory_bytes)
     _lower(resource.RLIMIT_CORE, 0)
     if not processes:
         _lower(resource.RLIMIT_NPROC, 0)

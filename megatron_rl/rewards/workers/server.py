@@ -18,7 +18,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.workers.messages import HEADER, WorkerSetup
+from megatron_rl.rewards.workers.messages import HEADER, PoolSetup
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class WorkerServer:
     """One server process, started in the background, and again when it is gone; for several
     threads."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: PoolSetup) -> None:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

@@ -21,8 +21,8 @@ import sys
 import time
 from typing import Any
 
-from megatron_rl.rewards.workers.messages import WorkerSetup, read_frame, reason, send
-from megatron_rl.runtime.process import end_with_it
+from megatron_rl.rewards.workers.messages import PoolSetup, WorkerSetup, read_frame, reason, send
+from megatron_rl.runtime.process import end_with_it, open_streams
 
 # Verdicts of this time are sent together: each message wakes the trainer.
 _GATHER_S = 0.002
@@ -30,10 +30,11 @@ _GATHER_S = 0.002
 
 def main(control: socket.socket) -> None:
     """Serves until the trainer closes the control socket."""
+    open_streams()  # a rank that has no stdout gives none
     frame = read_frame(control)
     if frame is None:  # the trainer has ended already
         return
-    setup: WorkerSetup = pickle.loads(frame)
+    setup: PoolSetup = pickle.loads(frame)
     # A function is imported after the fork: it may start threads, which a fork would lose.
     judge = None if setup.takes_batches else _judge(setup)
     # The kernel reaps dead workers; the trainer sees their sockets close.
@@ -51,7 +52,10 @@ def main(control: socket.socket) -> None:
             os.setsid()  # so that the trainer can kill it and what it starts by its group
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             send(lane, {"pid": os.getpid()})
-            _serve(lane, judge or _judge(setup))
+            # Named, so that it lives until the exit: a client that is dropped before, with its
+            # connections to a judge open, complains on stderr.
+            served = judge or _judge(setup)
+            _serve(lane, served)
             os._exit(0)
         lane.close()
 
@@ -78,18 +82,21 @@ def _serve(lane: socket.socket, judge: Any) -> None:
         send(lane, *replies)
 
 
-def _judge(setup: WorkerSetup) -> Any:
+def _judge(setup: PoolSetup) -> Any:
     """What answers the requests, its imports done; where that fails the reason as a text."""
     from megatron_rl.plugins import load_plugins
-    from megatron_rl.rewards.workers.response_verifier import ResponseVerifier
 
     try:
         load_plugins(setup.plugins)
+        if not isinstance(setup, WorkerSetup):
+            return setup.judge()
         if setup.takes_batches:
             # Deferred: its HTTP client is nothing that a verifier waits for.
             from megatron_rl.rewards.workers.function_worker import FunctionJudge
 
             return FunctionJudge(setup)
+        from megatron_rl.rewards.workers.response_verifier import ResponseVerifier
+
         return ResponseVerifier(setup)
     except ValueError as error:
         return str(error)

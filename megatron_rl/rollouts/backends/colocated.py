@@ -13,6 +13,7 @@ from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.protocols import Generator, Offloadable, Reward, RolloutEngine, WeightSync
 from megatron_rl.rollouts.backends.launch import LaunchBackend
 from megatron_rl.rollouts.dispatcher import Dispatcher, StepSummary
+from megatron_rl.rollouts.environments.turns import Turns
 from megatron_rl.rollouts.jobs import GenerationJob, answers_to
 from megatron_rl.rollouts.logprob_check import LogprobCheck
 from megatron_rl.rollouts.reward_thread import RewardThread
@@ -168,6 +169,10 @@ class ColocatedEngines:
         self._dispatcher: Dispatcher | None = None  # on rank 0, from the first step on
         self._saved: Mapping[str, Any] | None = None
 
+    @property
+    def has_turns(self) -> bool:
+        return self.backend.turns is not None
+
     def step(self, step: int, clock: Clock) -> SampledStep:
         """See rollouts.Engines, as are the other methods."""
         job = self._job
@@ -258,15 +263,19 @@ class LaunchSampler:
         decode: Callable[[Sequence[int]], str],
         world: World,
         display: Display,
+        turns: Turns | None = None,
     ) -> None:
         self.world = world
-        self.backend = LaunchBackend(engine, RewardThread(reward, decode), world, display)
+        self.backend = LaunchBackend(engine, RewardThread(reward, decode), world, display, turns)
         self._decode = decode
 
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
         """Collective. ``sampling.num_responses`` scored responses for each prompt."""
         sampled = self.backend.answers(answers_to(prompts, sampling), what, Clock())
-        return sampled.responses(self.world.rank, sampling, with_versions=False)
+        has_turns = self.backend.turns is not None
+        return sampled.responses(
+            self.world.rank, sampling, with_versions=False, with_sampled=has_turns
+        )
 
     def shown(self, responses: Responses, rows: RowNumbers) -> list[Response] | None:
         """Collective: see ``exchange.on_main``."""

@@ -7,24 +7,15 @@ from __future__ import annotations
 import pickle
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.protocols import Generator
-from megatron_rl.rollouts.dispatcher import (
-    Dispatcher,
-    Ended,
-    Event,
-    GenerationRequest,
-    Scored,
-    StepSummary,
-    Unfinished,
-    WorkerProgress,
-)
+from megatron_rl.rollouts.backends.replica import Replica, ReplicaTask, worker_name
+from megatron_rl.rollouts.dispatcher import Dispatcher, Event, GenerationRequest, StepSummary
+from megatron_rl.rollouts.environments.turns import Turns
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import SampledStep
@@ -36,112 +27,9 @@ from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
 
 _TO_MAIN = "rank 0"
-_PROGRESS_EVERY_S = 1.0
 # A rank with nothing to do waits before the next look, twice as long each time, between these.
 _SHORTEST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.1
-
-
-@dataclass
-class ReplicaTask:
-    """What a replica is to begin and to stop; at the end of a generation it stops everything.
-    ``level``: see ``GenerationBackend.pause``; None: as before."""
-
-    begin: list[GenerationRequest] = field(default_factory=list)
-    stop: list[Request] = field(default_factory=list)
-    is_end: bool = False
-    level: int | None = None
-
-
-class Replica:
-    """This rank's part of one generation: what runs here, and where its tokens go."""
-
-    def __init__(
-        self, engine: Generator, rewards: RewardThread, job: GenerationJob, team: tuple[int, int]
-    ) -> None:
-        """``team``: number of this rank among those of its replica, and how many they are."""
-        self.num_tokens = 0  # sampled, of all responses that are no longer running
-        self._engine = engine
-        self._rewards = rewards
-        self._job = job
-        self._number, self._num_ranks = team
-        self._num_ended = 0
-        self._running: dict[int, GenerationRequest] = {}  # by the engine's request id
-        self._said_progress = time.monotonic()
-        self._level: int | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._running)
-
-    def apply(self, task: ReplicaTask) -> None:
-        """Begins and stops."""
-        if task.level is not None:
-            self._level = task.level
-        stop = set(task.stop)
-        running = self._running.items()
-        stopped = [number for number, one in running if task.is_end or one.request in stop]
-        self.num_tokens += self._engine.abort(stopped)
-        for number in stopped:
-            del self._running[number]
-        by_group: dict[int, list[GenerationRequest]] = defaultdict(list)
-        for wanted in task.begin:
-            by_group[wanted.request.group].append(wanted)
-        for of_group in by_group.values():
-            self._submit(of_group)
-
-    def _submit(self, of_group: Sequence[GenerationRequest]) -> None:
-        first = of_group[0]
-        prompt = self._job.stream.prompt(first.request.group, first.visit)
-        sampling = self._job.plan(first.step, prompt, first.request.version)
-        tokens = {
-            one.request.response: self._job.store.so_far(one.request.place) for one in of_group
-        }
-        so_far = {response: there for response, there in tokens.items() if there}
-        numbers = self._engine.submit(prompt, list(tokens), sampling, so_far)
-        self._running.update(zip(numbers, of_group, strict=True))
-
-    def work(self) -> list[Event]:
-        """The engine works for a moment; what rank 0 is to hear of it from this rank."""
-        events: list[Event] = []
-        worker = worker_name(self._engine.replica)
-        for number, new in self._engine.poll() if self._running else ():
-            wanted = self._running.pop(number)
-            request = wanted.request
-            completion = self._job.store.add(request.place, new)
-            if self._num_ended % self._num_ranks == self._number:
-                prompt = self._job.stream.prompt(request.group, wanted.visit)
-                self._rewards.give(request, prompt, completion)
-            self._num_ended += 1
-            self.num_tokens += len(new.token_ids)
-            if self._number == 0:
-                events.append(Ended.of(worker, request, completion))
-        paused = self._pause()
-        if self._number == 0:
-            events += [Unfinished(worker, request, is_paused=True) for request in paused]
-        events += [Scored(one.request, score) for one, score in self._rewards.take()]
-        now = time.monotonic()
-        if self._number == 0 and (events or now > self._said_progress + _PROGRESS_EVERY_S):
-            self._said_progress = now
-            lengths = self._engine.running_lengths()
-            num_tokens = self.num_tokens + sum(lengths.values())
-            events.append(WorkerProgress(worker, num_tokens, max(lengths.values(), default=0)))
-        return events
-
-    def _pause(self) -> list[Request]:
-        """Ends what has come to the level of the step, and keeps its tokens."""
-        if self._level is None:
-            return []
-        lengths = self._engine.running_lengths()
-        running = self._running.items()
-        numbers = [number for number, one in running if one.begin + lengths[number] >= self._level]
-        if not numbers:
-            return []
-        requests = [self._running.pop(number).request for number in numbers]
-        for request, new in zip(requests, self._engine.pause(numbers), strict=True):
-            self._job.store.add(request.place, new)
-            self.num_tokens += len(new.token_ids)
-        return requests
 
 
 class LaunchBackend:
@@ -149,8 +37,14 @@ class LaunchBackend:
     rank 0 collects for each replica, and sends."""
 
     def __init__(
-        self, engine: Generator, rewards: RewardThread, world: World, display: Display
+        self,
+        engine: Generator,
+        rewards: RewardThread,
+        world: World,
+        display: Display,
+        turns: Turns | None = None,
     ) -> None:
+        self.turns = turns
         self._engine = engine
         self._rewards = rewards
         self._world = world
@@ -213,11 +107,14 @@ class LaunchBackend:
         0 knows, and as ``rollout`` the rest. ``what``: for the display."""
         world = self._world
         number = world.rank - self.leader
-        replica = Replica(self._engine, self._rewards, job, (number, self._ranks_per_replica))
+        team = (number, self._ranks_per_replica)
+        replica = Replica(self._engine, self._rewards, job, team, self.turns)
         clock.add({"rollout": 0.0, "reward": 0.0})  # a metric of every step, also where it is 0
         with self._display.phase(f"{what}: generating", announced=False):
             self._generate(replica, dispatcher, what, clock)
         self._rewards.forget()
+        if self.turns is not None:
+            self.turns.forget()
 
         def taken() -> StepSummary:
             assert dispatcher is not None, "rank 0 has it"
@@ -263,6 +160,8 @@ class LaunchBackend:
         tasks: list[ReplicaTask] = []
         if self._world.rank == self.leader:
             tasks = self._queues.receive(_queue(self._engine.replica))
+            if self.turns is not None and (outcomes := self.turns.take()):
+                tasks.append(ReplicaTask(outcomes=outcomes))
         if self._ranks_per_replica == 1:
             return tasks
         if self._team is None:
@@ -270,10 +169,6 @@ class LaunchBackend:
         carried: list[Any] = [tasks]
         dist.broadcast_object_list(carried, src=self.leader, group=self._team)
         return carried[0]
-
-
-def worker_name(replica: int) -> str:
-    return f"{replica:06d}"  # in the order of numbers
 
 
 def _queue(replica: int) -> str:

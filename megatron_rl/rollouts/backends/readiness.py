@@ -64,10 +64,6 @@ class FleetReadiness:
         workers = self._scheduler.queue.workers
         return {name: one.url for name, one in self.servers.items() if name in workers}
 
-    def note_present(self, urls: Mapping[str, str]) -> None:
-        """Of all servers that are registered."""
-        self.newcomers = {name: url for name, url in urls.items() if name not in self.servers}
-
     def note_arrival(self, name: str, url: str) -> Server:
         """A server has weights."""
         self.newcomers.pop(name, None)

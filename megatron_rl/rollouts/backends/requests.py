@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 from megatron_rl.engine.serving.client import ServerClient, ServerLostError
 from megatron_rl.rollouts.backends.failures import Asked, RequestFailures, RequestTimeouts
@@ -18,11 +20,14 @@ from megatron_rl.rollouts.dispatcher import (
     Scored,
     Unfinished,
 )
+from megatron_rl.rollouts.environments.outcomes import Outcome, appended
+from megatron_rl.rollouts.environments.turns import Turns, Waiting
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread, Unscored
+from megatron_rl.rollouts.store import joined
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
-from megatron_rl.types import Completion, Score
+from megatron_rl.types import Completion, Prompt, Sampling, Score
 
 
 class WeightVersionError(ValueError):
@@ -60,6 +65,7 @@ class ServerParts:
         capacity: Requests that a server is sent at a time.
         timeouts: How long one of them may take.
         longest_response: In tokens.
+        turns: None where a response has one.
     """
 
     connect: Callable[[str], ServerClient]
@@ -68,6 +74,36 @@ class ServerParts:
     capacity: int
     timeouts: RequestTimeouts
     longest_response: int
+    turns: Turns | None = None
+
+
+@dataclass
+class AskedTurns:
+    """Environments that the requests of all jobs ask; it belongs to the thread."""
+
+    turns: Turns
+    _answers: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
+    _keys: count[int] = field(default_factory=count)
+
+    async def outcome(self, waiting: Waiting) -> Outcome:
+        """Of a turn that a server has ended; ``waiting`` gets a key of its own."""
+        if not self.turns.asks(waiting.whole):
+            return self.turns.ended(waiting.whole)
+        key = next(self._keys)
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        self.turns.give(waiting._replace(key=key))
+        self.take()  # begins to ask, unless others are asked
+        try:
+            return await answer
+        finally:  # also where the request is taken back meanwhile
+            self._answers.pop(key, None)
+
+    def take(self) -> None:
+        """Wakes the requests whose environment has answered."""
+        for key, outcome in self.turns.take():
+            answer = self._answers.get(key)
+            if answer is not None and not answer.done():
+                answer.set_result(outcome)
 
 
 @dataclass(frozen=True)
@@ -79,6 +115,7 @@ class ServerFleet:
         failures: What servers fail at.
         note_failure: Told that a server has not answered a request; it may call ``lost`` in turn.
         turn: Has every dispatcher take its turn.
+        asked_turns: None where a response has one.
     """
 
     parts: ServerParts
@@ -87,6 +124,7 @@ class ServerFleet:
     failures: RequestFailures
     note_failure: Callable[[str, Asked, ServerLostError], None]
     turn: Callable[[], None]
+    asked_turns: AskedTurns | None = None
     clients: dict[str, ServerClient] = field(default_factory=dict)
 
 
@@ -161,23 +199,16 @@ class ServerRequests:
 
     async def _request(self, worker: str, wanted: GenerationRequest) -> None:
         request, fleet = wanted.request, self._fleet
-        client = fleet.clients[worker]
         prompt = self.job.stream.prompt(request.group, wanted.visit)
         asked = prompt.uid, request.response
-        sampling = self.job.plan(wanted.step, prompt, request.version)
-        so_far = self.job.store.so_far(request.place)
         try:
-            with fleet.parts.timeouts.waiting(worker, sampling.max_response_tokens) as answered:
-                if self.job.rules.is_partial:
-                    is_enough = partial(self._is_enough, wanted.begin)
-                    new, is_paused = await client.generate_until(
-                        prompt, sampling, request.response, so_far, is_enough
-                    )
-                    new = stamped(new, request.version) if is_paused else new
-                else:
-                    new = await client.generate(prompt, sampling, request.response)
-                    is_paused = False
-                answered(len(new.token_ids))
+            if fleet.asked_turns is None:
+                outcome = None
+                sampling = self.job.plan(wanted.step, prompt, request.version)
+                new, is_paused = await self._sampled(worker, wanted, prompt, sampling)
+            else:
+                is_paused = False
+                new, outcome = await self._turns(worker, wanted, prompt, fleet.asked_turns)
         except ServerLostError as error:
             # Before the failure is noted: a server that is marked dead for it loses this one too.
             self._running.pop((worker, request), None)
@@ -187,16 +218,62 @@ class ServerRequests:
             fleet.turn()
             return
         fleet.failures.answered(worker, asked)
-        self.num_tokens += len(new.token_ids)
         self._running.pop((worker, request), None)
-        check_versions(request, new, exact=self.job.rules.lockstep)
         whole = self.job.store.add(request.place, new)
         if is_paused:
             self._events.append(Unfinished(worker, request, is_paused=True))
         else:
-            self._events.append(Ended.of(worker, request, whole))
-            fleet.rewards.give(request, prompt, whole)
+            self._events.append(Ended.of(worker, request, whole, outcome))
+            fleet.rewards.give(request, prompt, whole, outcome)
         fleet.turn()
+
+    async def _turns(
+        self, worker: str, wanted: GenerationRequest, prompt: Prompt, asked: AskedTurns
+    ) -> tuple[Completion, Outcome]:
+        """All turns of a response, by one server: another begins with the first."""
+        request, began_s = wanted.request, time.monotonic()
+        got: Completion | None = None
+        for turn in count():
+            sampling = self.job.plan(wanted.step, prompt, request.version, turn)
+            so_far = () if got is None else got.token_ids
+            new, _ = await self._sampled(worker, wanted, prompt, sampling, so_far)
+            got = joined(got, new)
+            most = sampling.max_response_tokens
+            waiting = Waiting(0, prompt, request.response, got, most, began_s)
+            outcome = await asked.outcome(waiting)
+            if outcome.is_over:
+                break
+            got = appended(got, outcome.tokens)
+        assert got is not None, "it has a turn"
+        return replace(got, truncated=got.truncated or outcome.truncated), outcome
+
+    async def _sampled(
+        self,
+        worker: str,
+        wanted: GenerationRequest,
+        prompt: Prompt,
+        sampling: Sampling,
+        so_far: Sequence[int] = (),
+    ) -> tuple[Completion, bool]:
+        """What a server says next of a response, and whether its level has ended that. ``so_far``:
+        the turns before; partial rollouts continue what is there from earlier steps."""
+        request, fleet = wanted.request, self._fleet
+        client = fleet.clients[worker]
+        with fleet.parts.timeouts.waiting(worker, sampling.max_response_tokens) as answered:
+            if self.job.rules.is_partial:
+                so_far = self.job.store.so_far(request.place)
+                is_enough = partial(self._is_enough, wanted.begin)
+                new, is_paused = await client.generate_until(
+                    prompt, sampling, request.response, so_far, is_enough
+                )
+                new = stamped(new, request.version) if is_paused else new
+            else:
+                new = await client.generate(prompt, sampling, request.response, so_far)
+                is_paused = False
+            answered(len(new.token_ids))
+        self.num_tokens += len(new.token_ids)
+        check_versions(request, new, exact=self.job.rules.lockstep)
+        return new, is_paused
 
     def _is_enough(self, begin: int, num_tokens: int) -> bool:
         """Whether a response has come to the level of its step."""

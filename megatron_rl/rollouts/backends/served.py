@@ -44,6 +44,7 @@ class ServerEngines:
         make_backend: That of rank 0, from a saved state.
         save: Leaves a checkpoint of the step that is finished.
         checks: Due at some publications; None: never.
+        has_turns: Whether environments append to responses.
     """
 
     world: World
@@ -54,6 +55,7 @@ class ServerEngines:
     display: Display
     job: GenerationJob
     checks: LogprobCheck | None = None
+    has_turns: bool = False
     has_versions = True
     replica = 0  # for the logprob check: all servers are one
     _backend: ServerBackend | None = None

@@ -29,7 +29,12 @@ from megatron_rl.rollouts.backends.readiness import (
     NoServerError,
     Server,
 )
-from megatron_rl.rollouts.backends.requests import ServerFleet, ServerParts, ServerRequests
+from megatron_rl.rollouts.backends.requests import (
+    AskedTurns,
+    ServerFleet,
+    ServerParts,
+    ServerRequests,
+)
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.rollouts import SampledStep, open_metrics
 from megatron_rl.runtime.display import Progress
@@ -75,7 +80,10 @@ class ServerBackend:
             RequestFailures(),
             self._note_failure,
             self._turn,
+            None if parts.turns is None else AskedTurns(parts.turns),
         )
+        if parts.turns is not None:
+            parts.turns.wake_by(lambda: self._thread.soon(self._turn))
         self._clients = self._fleet.clients
         if saved is None:
             self._scheduler = Scheduler(job.rules, version=-1)
@@ -148,6 +156,8 @@ class ServerBackend:
     async def take(self) -> SampledStep:
         """The next step."""
         summary = self._training.dispatcher.take()
+        if self._parts.turns is not None:
+            self._parts.turns.begin_step()
         # Before the tokens of the step leave the store.
         sampled = SampledStep.of(summary, self._job, rank=0)
         groups = summary.groups
@@ -226,7 +236,9 @@ class ServerBackend:
         present = self._registry.look()
         for name in [name for name in self._clients if name not in present]:
             self._mark_dead(name, "it has left, or gave no sign of life for its lease")
-        self._readiness.note_present({name: one.url for name, one in present.items()})
+        known = self._readiness.servers
+        urls = {name: one.url for name, one in present.items() if name not in known}
+        self._readiness.newcomers = urls
         # It waits for others, who are alive, or may come.
         if not self._clients or any(each.is_busy for each in self._jobs):
             ACTIVITY.note("waiting for servers")
@@ -239,6 +251,8 @@ class ServerBackend:
     def _turn(self) -> None:
         if self._thread.has_failed:
             return  # the run ends: a prompt that has ended three servers goes to no other
+        if self._fleet.asked_turns is not None:
+            self._fleet.asked_turns.take()
         for one, score in self._fleet.rewards.take():
             for each in self._jobs:
                 each.note_score(one, score)

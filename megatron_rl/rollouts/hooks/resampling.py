@@ -177,11 +177,13 @@ def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) 
         assert more.experts is not None, "sampled alike"
         experts = both(experts, more.experts)
     joining = replace(more, group_ids=groups)
+    appended = [one.num_appended for one in (first, more) if one.num_appended is not None]
     together = Responses(
         prompts=[*first.prompts, *more.prompts],
         scores=[*first.scores, *more.scores],
         tokens=both(first.tokens, more.tokens),
         experts=experts,
+        num_appended=np.concatenate(appended) if appended else None,
         **{
             name: np.concatenate([getattr(first, name), getattr(joining, name)])
             for name in ROW_ARRAYS

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.models.experts import not_given
@@ -16,7 +16,7 @@ from megatron_rl.passes import EXPERTS
 from megatron_rl.rollouts.rows.experience import Response, Responses
 from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import PLACES, Completion, Prompt
+from megatron_rl.types import APPENDED, PLACES, Completion, Prompt, VersionSpan
 
 
 def token_rows(
@@ -40,11 +40,7 @@ def token_rows(
         "sampler_logprobs": np.concatenate([np.empty(0, np.float32), *logprobs]),
     }
     if with_sampled:
-        flags = [
-            np.ones(len(one.token_ids), bool) if one.sampled is None else np.array(one.sampled)
-            for one in completions
-        ]
-        columns["sampled"] = np.concatenate([np.empty(0, bool), *flags])
+        columns["sampled"] = token_versions(completions) != APPENDED
     wanted = {"kept": num_kept, "likely": num_likely, "sampler_likely_logprobs": num_likely}
     for name, num_places in wanted.items():
         if num_places:
@@ -152,6 +148,7 @@ def on_main(
     if not world.is_main:
         return None
     result = []
+    flags = tokens.views("sampled") if "sampled" in tokens.columns else None
     for row, (ids, logprobs) in enumerate(
         zip(tokens.views("token_ids"), tokens.views("sampler_logprobs"), strict=True)
     ):
@@ -160,7 +157,17 @@ def on_main(
             array("f", logprobs.tobytes()),
             bool(chosen.truncated[row]),
             int(chosen.weight_versions[row]),
+            () if flags is None else _spans(flags[row], int(chosen.weight_versions[row])),
         )
         text = decode(ids.tolist())
         result.append(Response(chosen.prompts[row], completion, text, chosen.scores[row]))
     return result
+
+
+def _spans(sampled: Bool[np.ndarray, " tokens"], version: int) -> tuple[VersionSpan, ...]:
+    """Example: True True False of version 4 are ``(VersionSpan(4, 2), VersionSpan(APPENDED,
+    3))``."""
+    if not len(sampled):
+        return ()
+    ends = [*(np.flatnonzero(np.diff(sampled)) + 1).tolist(), len(sampled)]
+    return tuple(VersionSpan(version if sampled[end - 1] else APPENDED, end) for end in ends)

@@ -43,7 +43,8 @@ class Responses:
     this order. ``holders`` is the rank that has each row; ranks that work with that one may have a
     copy. Columns: ``token_ids`` (int32) and ``sampler_logprobs`` (float32). ``experts``: of the
     same rows, the column ``experts`` of all tokens of their sequences, as in ``SequenceBatch``;
-    None: nothing is known of them.
+    None: nothing is known of them. ``num_appended``: tokens of each row that its environment has
+    given; None: every token was sampled, else there is a column ``sampled`` (bool).
 
     Example, two responses to one prompt, of 5 and 7 tokens, on rank 3: ``prompts=[p, p]``,
     ``group_ids=[0, 0]``, ``lengths=[5, 7]``, ``holders=[3, 3]``.
@@ -58,6 +59,7 @@ class Responses:
     tokens: TokenRows
     holders: Ranks
     experts: TokenRows | None = None
+    num_appended: Int[np.ndarray, " rows"] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -74,7 +76,12 @@ class Responses:
     @property
     def num_sampled_tokens(self) -> int:
         """Of the responses that did not come with their prompt."""
-        return int(self.lengths[~self.is_demonstration].sum())
+        return int(self.sampled_lengths[~self.is_demonstration].sum())
+
+    @property
+    def sampled_lengths(self) -> Int[np.ndarray, " rows"]:
+        """Without what environments have appended."""
+        return self.lengths if self.num_appended is None else self.lengths - self.num_appended
 
     def take(self, rows: RowNumbers) -> Responses:
         """Some rows, in this order, under new numbers; groups are numbered anew too. Rows of one
@@ -98,6 +105,7 @@ class Responses:
             scores=[self.scores[row] for row in rows],
             tokens=renumbered(self.tokens),
             experts=None if self.experts is None else renumbered(self.experts),
+            num_appended=None if self.num_appended is None else self.num_appended[rows],
             **{**arrays, "group_ids": changes.cumsum()},
         )
 
@@ -200,6 +208,7 @@ class Experience:
 
 def experience_of(responses: Responses) -> Experience:
     """``responses`` as the learner gets them."""
+    is_all_sampled = responses.num_appended is None
     group_ids = torch.from_numpy(responses.group_ids)
     return Experience(
         responses=responses,
@@ -212,4 +221,5 @@ def experience_of(responses: Responses) -> Experience:
         rewards=torch.tensor([score.reward for score in responses.scores], dtype=torch.float32),
         correct=torch.tensor([score.correct for score in responses.scores]),
         truncated=torch.from_numpy(responses.truncated),
+        num_sampled=None if is_all_sampled else torch.from_numpy(responses.sampled_lengths),
     )

@@ -50,16 +50,21 @@ class Clock:
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """Rewards, lengths and truncation of one rollout phase, of the responses that were sampled."""
+    """Rewards, where any was judged, lengths and truncation of one rollout phase, of the responses
+    that were sampled."""
     rows = _sampled(experience)
-    lengths = experience.sequences.response_lengths[rows].double()
+    lengths = experience.loss_tokens[rows].double()
     rewards = experience.rewards[rows]
     correct = experience.correct[rows]
-    metrics = {
+    is_judged = any(experience.responses.scores[row].problem is None for row in rows)
+    of_rewards = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(unbiased=False).item(),
         "reward/accuracy": correct.double().mean().item(),
         "reward/excluded_share": experience.excluded_share,
+    }
+    metrics = {
+        **(of_rewards if is_judged else {}),
         "rollout/response_tokens_mean": lengths.mean().item(),
         "rollout/response_tokens_max": lengths.max().item(),
         "rollout/truncated_share": experience.truncated[rows].double().mean().item(),
@@ -68,7 +73,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rollout/num_responses": len(experience.responses),
     }
     for name, chosen in (("correct", correct), ("wrong", ~correct)):
-        if chosen.any():
+        if is_judged and chosen.any():
             metrics[f"rollout/response_tokens_{name}_mean"] = lengths[chosen].mean().item()
     parts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -79,6 +84,11 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     )
     metrics |= experience.hook_metrics
     metrics |= experience.source_metrics
+    facts: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in experience.responses.scores[row].environment.items():
+            facts[name].append(value)
+    metrics |= {f"environment/{name}": fmean(values) for name, values in facts.items()}
     for name, values in sorted(parts.items()):
         metrics[f"reward/part/{name}"] = sum(values) / len(values)
     return metrics
@@ -110,20 +120,26 @@ def token_metrics(experience: Experience, old: TokenScores, world: World) -> dic
     sampler's, same weights on both sides; and the entropy of the old policy, where its scores have
     one. ``old``: of the rows of this rank."""
     tokens = experience.responses.tokens
-    sampler_logprobs = tokens.columns["sampler_logprobs"]
-    partials = mismatch_partials(old.logprobs.numpy(), sampler_logprobs, tokens.lengths)
+    sampler_logprobs, old_logprobs = tokens.columns["sampler_logprobs"], old.logprobs.numpy()
     entropy = old.columns.get("entropy")
-    if entropy is not None:
-        entropies = response_sums(entropy.numpy(), tokens.lengths)
-        partials = np.column_stack([partials, entropies])
+    entropies = None if entropy is None else entropy.numpy()
+    counted = tokens.lengths
+    sampled = tokens.columns.get("sampled")
+    if sampled is not None:  # what was appended has no logprob of the sampler
+        counted = response_sums(sampled, tokens.lengths).astype(np.int64)
+        sampler_logprobs, old_logprobs = sampler_logprobs[sampled], old_logprobs[sampled]
+        entropies = None if entropies is None else entropies[sampled]
+    partials = mismatch_partials(old_logprobs, sampler_logprobs, counted)
+    if entropies is not None:
+        partials = np.column_stack([partials, response_sums(entropies, counted)])
     rows = _sampled(experience)
     table = of_all_rows(experience.responses, partials, world)
     # The logprobs of demonstrations where they come from are not known.
     table[experience.responses.is_demonstration, :4] = 0
     table = table[rows]
-    lengths = experience.responses.lengths[rows]
+    lengths = experience.loss_tokens.numpy()[rows]
     metrics = mismatch_of_partials(table[:, :4], int(lengths.sum()))
-    if entropy is not None:
+    if entropies is not None:
         metrics["rollout/entropy"] = token_mean(table[:, 4], lengths)
     return metrics
 

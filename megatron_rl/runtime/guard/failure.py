@@ -140,7 +140,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def report(error: BaseException, rank: int | None = None) -> int:
+def report(error: BaseException) -> int:
     """Prints the error if this rank is the first to fail, else waits for the one that is.
 
     A ``ValueError`` or ``FileNotFoundError`` is the user's: one message. Anything else is a fault
@@ -150,8 +150,6 @@ def report(error: BaseException, rank: int | None = None) -> int:
         The exit code: 1; 0 for a rank that only followed and was then ended by torchrun, so that
         torchrun's summary lists the rank that failed and no other.
     """
-    if rank is not None:
-        STATE.rank = rank
     # From here on a signal is noted, and does not cut the message short.
     try:
         _hold_signals()

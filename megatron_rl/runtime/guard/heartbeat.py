@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,7 +145,13 @@ class Heartbeat:
         if self._next != self._here:
             silent_s = self._next_beats.seen(store.add(_beats_of(self._next), 0))
             if silent_s >= self.silent_s and not self._is_over(store):
-                self._raise(store, self._machine_lost(silent_s), self._next)
+                lost = failure.named([peer for peer in self._peers if peer.host == self._next])
+                self._raise(
+                    store,
+                    f"machine {self._next} with {lost} gives no sign for {silent_s:.0f} s: without"
+                    " power or network, or all its processes are stopped",
+                    self._next,
+                )
         count = ACTIVITY.count
         done = store.add(_DONE, count - self._own_done)
         self._own_done = count  # the store has the sum over all ranks: each adds what is new
@@ -164,13 +170,6 @@ class Heartbeat:
             text = f"{named} {'are' if len(lost) > 1 else 'is'} stopped (SIGSTOP, state T)"
             advice = "continue it sooner, or start again"
             self._raise(store, f"{text} for {_STOPPED_S:.0f} s: {advice}", self._here)
-
-    def _machine_lost(self, silent_s: float) -> str:
-        lost = [peer for peer in self._peers if peer.host == self._next]
-        return (
-            f"machine {self._next} with {failure.named(lost)} gives no sign for {silent_s:.0f} s:"
-            " without power or network, or all its processes are stopped"
-        )
 
     def _look_at_stall(self, store: dist.TCPStore | None, done: int) -> None:
         idle_s = self._launch_done.seen(done)
@@ -252,28 +251,30 @@ class Heartbeat:
     def _announce(self, text: str) -> None:
         """Tells the other machines what this one ends with."""
 
-        def tell() -> bool:
-            try:
-                store = connect()
-                store.compare_set(_CAUSE, "", text.removeprefix("error: "))
-                return store.add(_ALARM, 1) > 0
-            except RuntimeError:  # the store is gone, and the other machines see that
-                return False
+        def tell(store: dist.TCPStore) -> int:
+            store.compare_set(_CAUSE, "", text.removeprefix("error: "))
+            return store.add(_ALARM, 1)
 
-        if bounded(tell):
+        if _told(tell):
             time.sleep(_LINGER_S)
 
     def _finish(self) -> None:
         """This rank ends as it should."""
-
-        def tell() -> bool:
-            try:
-                return connect().add(_FINISHED, 1) > 0
-            except RuntimeError:  # all others have gone already
-                return False
-
         if not self._is_alone:
-            bounded(tell)
+            _told(lambda store: store.add(_FINISHED, 1))
+
+
+def _told(tell: Callable[[dist.TCPStore], int]) -> bool:
+    """Whether the store took it in time. It may be gone: then the others have ended already, or
+    see that themselves."""
+
+    def attempt() -> bool:
+        try:
+            return tell(connect()) > 0
+        except RuntimeError:
+            return False
+
+    return bounded(attempt)
 
 
 def _beats_of(host: str) -> str:

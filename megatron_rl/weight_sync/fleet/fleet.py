@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_rl.errors import WeightSyncError, first_line
 from megatron_rl.types import SyncReport
@@ -120,12 +121,10 @@ class FleetSync(TrainingSide):
             for others in list(self._groups):
                 if not set(others).isdisjoint(names):
                     self._groups.pop(others).close()
-            make = self.make_server or self._http_server
+            own = partial(HttpServer, timeout_s=self.options.timeout_s, secret=self.secret)
+            make = self.make_server or own
             self._groups[names] = JointSync(self, {name: make(servers[name]) for name in names})
         return self._groups[names]
-
-    def _http_server(self, url: str) -> HttpServer:
-        return HttpServer(url, self.options.timeout_s, self.secret)
 
 
 def _again(

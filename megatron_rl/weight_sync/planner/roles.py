@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup, natural
+from megatron_rl.config.keys import natural
+from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
 
 Side = Mapping[int, Sequence[ShardGroup]]  # rank -> its shards

@@ -82,7 +82,11 @@ class Senders:
         numbers[by_copy] = np.arange(targets.size)
         numbers = numbers.reshape(targets.shape)
         for i, region, turns in _shares(demand, count):
-            own = self._on_rail(holders, targets[0, i]) if len(holders) <= targets.size else holders
+            own = holders
+            if len(holders) <= targets.size:  # those at the place of the target in their nodes
+                place = self.nodes.position
+                on_rail = holders[place[holders] == place[targets[0, i]]]
+                own = on_rail if len(on_rail) else holders
             # Holders for each target, its neighbors. Example: of a, b, c, d, each of two targets
             # hears from two, a, b and c, d; of eight, targets 0 and 1 hear from a, 2 and 3 from b.
             each = max(1, len(own) // targets.size)
@@ -92,11 +96,6 @@ class Senders:
             sources = own[first[:, None] + begin % each]
             ends = (targets[:, i], sources)
             yield Delivery(class_index, region, demand.within, turns, receivers, *ends)
-
-    def _on_rail(self, holders: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Those at the place of the target in their nodes; all where there is none."""
-        on_rail = holders[self.nodes.position[holders] == self.nodes.position[target]]
-        return on_rail if len(on_rail) else holders
 
 
 def _shares(demand: FromRemote, count: int) -> Iterator[tuple[int, Slice, Turns]]:

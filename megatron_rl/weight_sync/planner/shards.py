@@ -3,7 +3,6 @@ live."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -73,13 +72,6 @@ def expand(groups: Iterable[ShardGroup]) -> list[Shard]:
         for name, key in zip(group.names, group.keys, strict=True):
             shards.append(replace(group.shard, name=name, key=key))
     return shards
-
-
-def natural(name: str) -> tuple[str | int, ...]:
-    """Sort key in which ``layers.2`` comes before ``layers.10``."""
-    # Split at the numbers, every second field is one.
-    fields = re.split(r"(\d+)", name)
-    return tuple(int(field) if i % 2 else field for i, field in enumerate(fields))
 
 
 def subview(group: ShardGroup, index: int, region: Slice) -> View:

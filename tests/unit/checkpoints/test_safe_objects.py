@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
@@ -15,26 +14,10 @@ from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.safe_load import UnsafeError, load_plain, read_index
 from megatron_rl.runtime.device import platform
 from tests.numerics.megatron_checkpoint import InProcess
+from tests.unit.checkpoints.test_safe_load import Program
 
+pytestmark = pytest.mark.usefixtures("world")
 WEIGHT = ArrayLocation("weight", (6,), torch.float32, (Box((0,), (6,)),))
-
-
-class Program:
-    """Unpickled with any name allowed, it makes a file."""
-
-    def __init__(self, evidence: Path) -> None:
-        self.evidence = evidence
-
-    def __reduce__(self):
-        return Path.touch, (self.evidence,)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def state(content) -> dict:

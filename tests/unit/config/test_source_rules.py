@@ -17,6 +17,7 @@ OLDER = ["source=servers", "source.staleness=1"]
 FREE = ["source=servers", "source.staleness=2", "source.schedule=free"]
 REPLAYED = ["rollout.router_replay=rollout"]
 TRUNCATED = ["rollout.top_p=0.9", "rollout.top_k=50"]
+TURNS = ["env=tools"]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
 
@@ -41,6 +42,8 @@ def problems(*overrides: str) -> list[str]:
         [*TRUNCATED, *OLDER, *CORRECTED],
         [*TRUNCATED, *STAGES, "rollout_hooks.vcrl={}"],
         ["rollout.top_k=1"],
+        TURNS,
+        [*TURNS, *STAGES, "method=dapo"],
         [*PARTIAL, *CORRECTED],
         [*REPLAYED, *PARTIAL, *CORRECTED],
         [*REPLAYED, *OLDER, *CORRECTED],
@@ -56,6 +59,7 @@ def problems(*overrides: str) -> list[str]:
         [*PARTIAL, *CORRECTED, "method=dapo", "rollout_hooks.dars={}"],
         [*PARTIAL, *CORRECTED, "source=servers"],
         [*ANNEALED, "source=servers"],
+        [*TURNS, "source=servers"],
         ["rollout_hooks.vcrl={}", *STAGES],
         ["rollout_hooks.erpo={}", "method=dapo", *CORRECTED],
         ["rollout_hooks.vcrl={}", *FREE, *CORRECTED],
@@ -72,6 +76,19 @@ def test_what_goes_together(overrides):
             ["rollout.top_p=0.9"],
             "rollout.top_p = 0.9, rollout.top_k = -1: the tokens that the sampler keeps travel",
         ),
+        (
+            [*TURNS, *FREE, *CORRECTED],
+            "several turns are not built for source.schedule = free",
+        ),
+        (
+            [*TURNS, *PARTIAL, *CORRECTED],
+            "env.name = tools: several turns are not built for source.partial.groups_in_flight",
+        ),
+        ([*TURNS, "rollout_hooks.vcrl={}"], "not built for rollout_hooks = ['vcrl']"),
+        ([*TURNS, *REPLAYED], "not built for rollout.router_replay = rollout"),
+        ([*TURNS, *TRUNCATED], "not built for rollout.top_p, rollout.top_k"),
+        ([*TURNS, *ANNEALED], "not built for rollout.anneal.start"),
+        ([*TURNS, "rollout.stop=[x]"], "not built for rollout.stop = ['x']"),
         ([*TRUNCATED, *FREE, *CORRECTED], "with source.schedule = free responses come without"),
         ([*TRUNCATED, *PARTIAL, *CORRECTED], "with source.partial.groups_in_flight responses come"),
         (["source.staleness=1"], "colocated engines always sample with the newest"),

@@ -52,19 +52,6 @@ def test_each_epoch_holds_every_prompt_once_in_an_order_of_its_own():
     assert uids(PromptLoader(prompts(20), seed=2, shuffle=True).take(20)) != epochs[0]
 
 
-@pytest.mark.parametrize("before", [0, 3, 7, 14, 23])
-def test_a_restored_stream_continues_exactly(before):
-    whole = uids(PromptLoader(prompts(7), seed=5, shuffle=True).take(before + 30))
-    first = PromptLoader(prompts(7), seed=5, shuffle=True)
-    first.take(before)
-    state = first.state()
-    first.take(4)  # the state must not follow
-    second = PromptLoader(prompts(7), seed=5, shuffle=True)
-    second.take(2)
-    second.restore(state)
-    assert uids(second.take(30)) == whole[before:]
-
-
 def test_global_random_state_is_not_used():
     random.seed(0)
     expected = uids(PromptLoader(prompts(9), seed=3, shuffle=True).take(20))
@@ -123,14 +110,22 @@ def test_no_source_is_a_whole_prompt_ahead_of_its_share(weights, count):
         assert taken.count(str(number)) > share - len(weights)
 
 
-@pytest.mark.parametrize("before", [0, 1, 9, 40])
-def test_a_restored_mixture_continues_exactly(before):
-    whole = uids(mixture().take(before + 50))
-    first = mixture()
+def stream() -> PromptLoader:
+    return PromptLoader(prompts(7), seed=5, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "before"),
+    [*((stream, before) for before in (0, 3, 7, 14, 23))]
+    + [*((mixture, before) for before in (0, 1, 9, 40))],
+)
+def test_a_restored_stream_or_mixture_continues_exactly(make, before):
+    whole = uids(make().take(before + 50))
+    first = make()
     first.take(before)
     state = first.state()
     first.take(7)  # the state must not follow
-    second = mixture()
+    second = make()
     second.take(3)
     second.restore(state)
     assert uids(second.take(50)) == whole[before:]

@@ -92,6 +92,44 @@ def test_mathverse_mmstar_and_mmk12_show_their_options(read):
     assert prompt.extra[CATEGORIES] == ["subject=Plane Geometry"]
 
 
+def test_we_math_has_its_options_in_one_text(read):
+    row = {"question": "Area?", "option": "A. 8; B. 16 cm; C. No correct answer", "answer": "B"}
+    (prompt,) = read("we_math", row | {"image_path": PICTURE, "key": "2steps_1"})
+    assert asked(prompt) == f"{PLACE}Area?\n(A) 8\n(B) 16 cm\n(C) No correct answer"
+    assert (prompt.answer, prompt.extra[CATEGORIES]) == ("B", ["key=2steps_1"])
+    with pytest.raises(ValueError, match="its letters are not A, B, C and so on"):
+        choices_of("A. 8; C. 16")
+
+
+def test_polymath_asks_in_the_image(read):
+    row = {"answer_option": "1, 2, 3, 4", "final_answer": "3", "category": "odd_one_out"}
+    (prompt,) = read("polymath", row | {"image": PICTURE})
+    wanted = f"{PLACE}Answer the question that the image shows. Options: 1, 2, 3, 4"
+    assert (asked(prompt), prompt.answer) == (wanted, "3")
+
+
+def test_scienceqa_answers_by_the_number_of_a_choice(read):
+    common = {"question": "Which?", "choices": ["1", "0"], "subject": "s", "topic": "t"}
+    rows = [
+        {"hint": "See the map.", "image": PICTURE, "answer": 1} | common,
+        {"hint": "", "image": None, "answer": 0} | common,
+    ]
+    seen, text = read("scienceqa", *rows)
+    assert asked(seen) == f"{PLACE}See the map.\nWhich?\n(A) 1\n(B) 0"
+    assert asked(text) == "Which?\n(A) 1\n(B) 0"
+    # As texts 1 and 0 would be A and B.
+    assert (seen.answer, text.answer) == ("B", "A")
+    with pytest.raises(ValueError, match="row 1: the answer is no number of one of the 2 choices"):
+        read("scienceqa", rows[0] | {"answer": 2})
+
+
+def test_mathv360k_has_conversations(read):
+    turns = ["<image>\nHow many?", "The answer is 5"]
+    talk = [{"from": who, "value": text} for who, text in zip(("human", "gpt"), turns, strict=True)]
+    (prompt,) = read("mathv360k", {"id": "1", "image": PICTURE, "conversations": talk})
+    assert (asked(prompt), prompt.answer) == (f"{PLACE}\nHow many?", "5")
+
+
 def test_mmmu_has_options_as_a_text_and_images_by_number(read):
     images = {f"image_{number}": None for number in range(1, 8)}
     row = {

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from megatron_rl.config.method import load_method
-from megatron_rl.data.multimodal import visual_entropy
-from megatron_rl.data.multimodal.visual_entropy import visual_entropy as entropy_of
+from megatron_rl.signals import visual_entropy
+from megatron_rl.signals.visual_entropy import visual_entropy as entropy_of
 from tools import visual_entropy as tool
 
 
@@ -133,7 +133,7 @@ def test_tool_scores_a_data_file_that_feeds_durian(
     assert flat["level"] == 1 and 0 <= flat["visual_entropy"] < both["visual_entropy"]
     assert "visual_entropy" in load_method("durian").reads
     assert tool.main([*words, "--images-column", "picture"]) == 1
-    assert "error: row 0: column 'picture' holds no image" in capsys.readouterr().err
+    assert "error: row 1: column 'picture' holds no image" in capsys.readouterr().err
     data.write_text('{"prompt": "a"}\n{"prompt": \n')
     assert tool.main(words) == 1
-    assert f"error: {data}: line 2: Expecting value" in capsys.readouterr().err
+    assert f"error: {data}: row 2: not JSON (Expecting value)" in capsys.readouterr().err

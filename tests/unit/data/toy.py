@@ -8,8 +8,10 @@ from tokenizers import Tokenizer, models
 from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.config.load import compose
 from megatron_rl.config.schema import DataConfig
 
+DEFAULT = compose("data/default")
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if"
     " add_generation_prompt %}<assistant>{% endif %}"
@@ -31,37 +33,10 @@ def character_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerF
 
 
 def data_config(**changes) -> DataConfig:
-    columns = {
-        "prompt": "prompt",
-        "answer": "answer",
-        "images": "auto",
-        "choices": None,
-        "categories": (),
-        "data_source": "data_source",
-        "extra": None,
-        **changes.pop("columns", {}),
-    }
-    values = {
-        "train": "-",
-        "train_weights": None,
-        "eval": "-",
-        "columns": columns,
-        "system_prompt": None,
-        "prompt_prefix": "",
-        "prompt_suffix": "",
-        "answer_after": None,
-        "show_choices": True,
-        "images_first": False,
-        "min_pixels": None,
-        "max_pixels": None,
-        "apply_chat_template": True,
-        "template_date": None,
-        "on_long_prompt": "error",
-        "drop_eval_overlap": True,
-        "shuffle": True,
-        **changes,
-    }
-    return DataConfig(**values)
+    """conf/data/default.yaml, with named columns of data_source and no extra."""
+    own = {"categories": (), "data_source": "data_source", "extra": None}
+    columns = DEFAULT["columns"] | own | changes.pop("columns", {})
+    return DataConfig(**DEFAULT | {"train": "-", "eval": "-", "columns": columns} | changes)
 
 
 def write(path: Path, text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -55,6 +56,20 @@ def test_another_version_is_refused(monkeypatch, versions, words):
         require_vllm()
     with pytest.raises(ValueError, match=words):
         requirements.check_start(config("rollout=vllm_cpu").rollout)
+
+
+def test_ranks_of_an_engine_need_shared_memory(monkeypatch):
+    rollout = config("rollout=vllm_cpu", "rollout.tensor=2").rollout
+    requirements.check_start(rollout)
+    monkeypatch.setattr(requirements, "free_bytes", lambda folder: (24 << 20) - 1)
+    with pytest.raises(ValueError, match=r"/dev/shm: 25.166 MB are free.* 24 MiB"):
+        requirements.check_start(rollout)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (102_400, -1))
+    with pytest.raises(ValueError, match=r"0.102 MB here \(ulimit -f\)"):
+        requirements.check_start(rollout)
+    requirements.check_start(
+        config("rollout=vllm_cpu").rollout
+    )  # an engine of one rank shares none
 
 
 def test_a_server_of_another_version_says_why_it_has_no_backend(monkeypatch, caplog):

@@ -50,6 +50,19 @@ def test_one_checkpoint_and_an_export_are_taken_with_the_settings_of_their_run(r
     assert exported.config.data.prompt_suffix == " think"
 
 
+def test_a_run_that_is_older_than_some_keys_has_their_defaults(run, caplog):
+    saved = json.loads((run / "config.json").read_text())
+    del saved["reward"]["server"], saved["reward"]["num_tries"], saved["profile"]
+    (run / "config.json").write_text(json.dumps(saved))
+    reward = find_sample(run, ["reward.timeout_s=7.0"], 1).config.reward
+    assert (reward.server, reward.num_tries, reward.timeout_s) == (None, 1, 7)
+    assert "older than these keys" in caplog.text and "reward.server = null" in caplog.text
+    del saved["data"]["eval"]
+    (run / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"1 problem .*\n.*data\.eval: no value"):
+        find_sample(run, [], 1)
+
+
 def test_several_answers_are_not_greedy_unless_told(run):
     several = "evaluation.responses_per_prompt=2"
     assert find_sample(run, [], 1).config.evaluation.temperature == 0

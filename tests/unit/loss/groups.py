@@ -1,11 +1,13 @@
 """Builders and comparison shared by the tests of the loss module."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.loss import Evidence, ResponseBatch, TokenBatch
+from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.segments import Segments, segments_of
 
 
@@ -17,6 +19,18 @@ def ragged(*groups: list[float]) -> tuple[Tensor, Segments]:
     """Values of the groups one after another, and their segments."""
     ids = [which for which, group in enumerate(groups) for _ in group]
     return vector(*[value for group in groups for value in group]), segments_of(torch.tensor(ids))
+
+
+def plain(**changes: Any) -> MethodConfig:
+    """REINFORCE of z-scores without KL, but for ``changes`` of the yaml."""
+    values = {
+        "name": "plain",
+        "estimator": {"name": "zscore"},
+        "policy_loss": {"name": "reinforce"},
+        "aggregate": {"name": "seq_mean_token_mean"},
+        "kl": {"coef": 0.0, "estimator": "k1"},
+    }
+    return MethodConfig(**values | changes)
 
 
 def evidence(

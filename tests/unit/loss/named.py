@@ -76,6 +76,15 @@ NAMED = {
     "rl_plus": Choice(
         "centered", low=1, high=math.inf, aggregate="norm", entropy=1e-3, token="rl_plus"
     ),
+    "sft": Choice(
+        "signed", aggregate="token", token="sft", knobs={"positive": 1.0, "negative": 0.0}
+    ),
+    "opd": Choice(
+        "signed", aggregate="token", token="teacher", knobs={"positive": 0.0, "negative": 0.0}
+    ),
+    "opd_top_k": Choice(
+        "signed", aggregate="token", token="teacher_top_k", knobs={"positive": 0.0, "negative": 0.0}
+    ),
     "siren": Choice("centered", high=0.28, aggregate="norm", token="siren"),
     "campo": Choice(high=0.28, aggregate="token"),
     "laser": Choice(aggregate="token", token="laser"),

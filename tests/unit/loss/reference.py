@@ -313,6 +313,8 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
                 value = token_reference.covariant(choice.token, ratio, advantage, before, place)
             if choice.token in token_reference.AROUND_SAMPLER:
                 value = token_reference.around_sampler(choice.token, advantage, tokens, at, place)
+            if choice.token == "sft":
+                value = -new if row.given else 0.0
             if row.given and choice.token in token_reference.GIVEN:
                 value = token_reference.of_given(choice.token, advantage, new, past, frozen)
             if choice.token == "papo":
@@ -337,6 +339,8 @@ class Tokens:
     sampler: list[list[float]]
     likely: list[list[list[float]]]
     sampler_likely: list[list[list[float]]]
+    teacher_likely: list[list[list[float]]]
+    teacher: list[list[float]]
 
     @property
     def moved(self) -> list[float]:
@@ -358,4 +362,8 @@ def token_advantages(rows: list[Row], choice: Choice, tokens: Tokens) -> list[li
                 for place in range(len(entropies))
             ]
         )
+    if choice.token == "teacher":
+        for at, inside in enumerate(result):
+            pairs = zip(tokens.new[at], tokens.teacher[at], strict=True)
+            result[at] = [own - (p - q) for own, (p, q) in zip(inside, pairs, strict=True)]
     return result

@@ -10,22 +10,14 @@ import torch
 from megatron_rl.loss import ResponseBatch
 from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_response.credit import credit
-from tests.unit.loss.groups import flags, same, vector
+from tests.unit.loss.groups import flags, plain, same, vector
 
 DURIAN = {"name": "durian"}
 
 
 def plan(**changes: Any) -> MethodConfig:
     """Centered rewards, but for ``changes`` of the yaml."""
-    plain = {
-        "name": "plain",
-        "estimator": {"name": "centered"},
-        "policy_loss": {"name": "reinforce"},
-        "aggregate": {"name": "token_mean"},
-        "kl": {"coef": 0.0},
-        "eps": 0.0,
-    }
-    return MethodConfig(**plain | changes)
+    return plain(**{"estimator": {"name": "centered"}, "eps": 0.0} | changes)
 
 
 PLAN = plan()

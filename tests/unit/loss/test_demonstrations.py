@@ -111,6 +111,16 @@ def test_rl_plus_by_hand() -> None:
     same(sure, 0)
 
 
+def test_cross_entropy_by_hand() -> None:
+    """-log pi and slope -1 at the given token, nothing at the sampled one, NaN though it be."""
+    logprobs = vector(math.log(0.25), torch.nan).requires_grad_()
+    found = losses.cross_entropy(logprobs, flags(1, 0), EACH[:2])
+    same(found.detach(), math.log(4), 0)
+    found.sum().backward()
+    assert logprobs.grad is not None
+    same(logprobs.grad, -1, 0)
+
+
 def test_sampled_tokens_have_the_plain_loss() -> None:
     logprobs = vector(-0.5, -1.5, -2.5)
     log_ratio = vector(0.3, -0.3, 0.1)

@@ -20,6 +20,7 @@ from tests.unit.loss.groups import changed
 from tests.unit.loss.named import NAMED, Choice
 
 HEAD = ("paper", "formula", "depends on", "reduces to", "choices", "released code")
+WHOSE = ("", "sampler_", "teacher_")
 NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 
 
@@ -64,7 +65,8 @@ def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Toke
     values = [batch.logprobs, batch.old_logprobs, batch.ref_logprobs]
     values += [batch.token_columns[name] for name in names]
     values.append(batch.sampler_logprobs)
-    values += [batch.token_columns[f"{whose}likely_logprobs"] for whose in ("", "sampler_")]
+    values += [batch.token_columns[f"{whose}likely_logprobs"] for whose in WHOSE]
+    values.append(batch.token_columns["teacher_logprobs"])
     return reference.Tokens(*[per_response(each, rows) for each in values])
 
 
@@ -174,15 +176,15 @@ def on_policy(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
     return same, logprobs
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"pacs", "papo"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"pacs", "papo", "sft"}))
 def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None:
-    """(But pacs, which reads no advantages, and papo, whose other terms do not vanish there.) At
+    """(But pacs and sft, which read no advantages, and papo, whose other terms remain there.) At
     ratio 1: d loss / d logprob = -weight A, A at the token (simko spreads a share over other
     tokens), plus the KL's weight coef (1 - exp(d)) which is 0 at the reference."""
     method = named(name)
     rows = rollout(0)
     credit = method.credit(response_batch(rows))
-    batch = token_batch(rows, credit)
+    batch, logprobs = on_policy(token_batch(rows, credit))
     choice, tokens = NAMED[name], plain_tokens(batch, rows)
     expected = [
         value * token_reference.own_gradient(choice.token, row.correct, entropies, place)
@@ -192,7 +194,6 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
         for place, value in enumerate(inside)
     ]
     advantages = torch.tensor(expected, dtype=torch.float64)
-    batch, logprobs = on_policy(batch)
     method.loss(batch).loss.backward()
     weights = {
         "seq_mean_token_mean": (
@@ -226,7 +227,7 @@ def test_ratios_beyond_floats_leave_the_gradient_finite(name: str) -> None:
 
 
 SMOOTH = ["rl_zvp", "entropy_advantage", "archer", "dcpo", "pacs", "dph_forward_kl", "dph_js"]
-SMOOTH += ["papo"]
+SMOOTH += ["papo", "sft"]
 
 
 @pytest.mark.parametrize("name", [*SMOOTH, "dph_alpha"])

@@ -196,3 +196,40 @@ def test_a_head_centers_a_tail_like_the_policys() -> None:
         own = plain_weight(p.detach() - q, **weight)
         plain = ((q.exp() * own)[:, None] * score).sum(0)
         assert 1e-6 < gradient.norm() < 0.9 * plain.norm()
+
+
+def test_a_teacher_at_the_head_by_hand() -> None:
+    """p = 1/2, 1/4 and q = 1/4, 1/4 leave 1/4 and 1/2: log 2 / 2 + 0 - log 2 / 4. In the second
+    row the other place is free: p = 1/2, q = 1/4 leave 1/2 and 3/4. -rho A is there beside it."""
+    half, quarter = math.log(0.5), math.log(0.25)
+    p = torch.tensor([[half, quarter], [half, -math.inf]], dtype=torch.float64).requires_grad_()
+    q = torch.tensor([[quarter, quarter], [quarter, -math.inf]], dtype=torch.float64)
+    log_ratio, advantages = vector(math.log(2), 0), vector(3, 0)
+    first, second = math.log(2) / 4, math.log(2) / 2 + math.log(2 / 3) / 2
+    found = losses.teacher_top_k(log_ratio, advantages, p, q)
+    same(found.detach(), first - 6, second)
+    # d / d log p_v = p_v (log(p_v / q_v) - log of the same ratio of the rests).
+    found.sum().backward()
+    assert p.grad is not None
+    same(p.grad[0], 0.5 * 2 * math.log(2), 0.25 * math.log(2))
+    same(p.grad[1], 0.5 * (math.log(2) - math.log(2 / 3)), 0)
+    found = losses.teacher_top_k(log_ratio, advantages, p, q, coef=0.5)
+    same(found.detach(), first / 2 - 6, second / 2)
+
+
+def test_a_head_of_all_tokens_has_the_reverse_kl_of_torch() -> None:
+    """Value and gradient in logits; a part of it has less than all of it."""
+    draw = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, SIZE, generator=draw, dtype=torch.float64).requires_grad_()
+    q = torch.randn(3, SIZE, generator=draw, dtype=torch.float64).log_softmax(1)
+    nothing = torch.zeros(3, dtype=torch.float64)
+    p = logits.log_softmax(1)
+    wanted = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(1)
+    found = losses.teacher_top_k(nothing, nothing, p, q)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    (of_found,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+    (of_wanted,) = torch.autograd.grad(wanted.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(of_found, of_wanted, rtol=1e-9, atol=1e-9)
+    ids = p.topk(16).indices
+    part = losses.teacher_top_k(nothing, nothing, p.gather(1, ids), q.gather(1, ids))
+    assert ((part > 0) & (part < wanted)).all()

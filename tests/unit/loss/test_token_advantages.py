@@ -84,3 +84,14 @@ def test_without_tokens_there_are_no_statistics() -> None:
     responses = whole([])
     assert responses.quantile(vector(), 0.8).shape == (0,)
     assert responses.maximum(vector()).shape == (0,)
+
+
+def test_teacher_by_hand() -> None:
+    """A - coef (log p - log q): the policy at -1 and -2, its teacher at -0.5 and -4; the policy has
+    no gradient through it."""
+    logprobs = vector(-1, -2).requires_grad_()
+    found = token_advantages.teacher(vector(0, 1), logprobs, vector(-0.5, -4))
+    assert not found.requires_grad
+    same(found, 0.5, -1)
+    found = token_advantages.teacher(vector(0, 1), logprobs, vector(-0.5, -4), coef=0.5)
+    same(found, 0.25, 0)

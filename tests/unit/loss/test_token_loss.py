@@ -12,22 +12,11 @@ from megatron_rl.loss import TokenBatch, choices
 from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_token.token_loss import token_loss
 from tests.unit.loss.groups import flags, same, vector
+from tests.unit.loss.groups import plain as plan
 
 TIS = {"kind": "tis"}
 PPO: dict[str, Any] = {"policy_loss": {"name": "ppo_clip"}}
 KL = {"coef": 0.1, "estimator": "k1"}
-
-
-def plan(**changes: Any) -> MethodConfig:
-    """REINFORCE without KL, but for ``changes`` of the yaml."""
-    plain = {
-        "name": "plain",
-        "estimator": {"name": "zscore"},
-        "policy_loss": {"name": "reinforce"},
-        "aggregate": {"name": "seq_mean_token_mean"},
-        "kl": KL | {"coef": 0.0},
-    }
-    return MethodConfig(**plain | changes)
 
 
 def batch(**changes: Any) -> TokenBatch:

@@ -99,12 +99,16 @@ def covariant(
     return -ratio * advantage + (abs(math.log(ratio)) if place in CHOSEN else 0.0)
 
 
-AROUND_SAMPLER = ("dppo tv", "dppo kl", "ipo", "score_centered")
+AROUND_SAMPLER = ("dppo tv", "dppo kl", "ipo", "score_centered", "teacher_top_k")
 
 
 def around_sampler(name: str, advantage: float, tokens: Tokens, at: int, place: int) -> float:
     """What is minimized at a token of row ``at``; nothing where it is too far from the sampler."""
     new, sampler = tokens.new[at][place], tokens.sampler[at][place]
+    if name == "teacher_top_k":
+        ratio = math.exp(new - tokens.old[at][place])
+        own = divergence(tokens.likely[at][place], tokens.teacher_likely[at][place])
+        return own - ratio * advantage
     if name == "score_centered":
         likely = (tokens.likely[at][place], tokens.sampler_likely[at][place])
         return score_centered(advantage, new, sampler, *likely)
@@ -131,6 +135,14 @@ def score_centered(
         p, q = math.exp(one), math.exp(other)
         center += (q * min(p / q, 2) - alpha * min(1 / alpha, 2) * p) * one
     return -advantage * (min(math.exp(new - sampler), 2) * new - center)
+
+
+def divergence(likely: list[float], teacher_likely: list[float]) -> float:
+    """KL between two distributions over these tokens and one that stands for all others."""
+    p = [math.exp(value) for value in likely]
+    q = [math.exp(value) for value in teacher_likely]
+    pairs = zip([*p, 1 - sum(p)], [*q, 1 - sum(q)], strict=True)
+    return sum(one * math.log(one / other) for one, other in pairs)
 
 
 def gmpo(advantage: float, new: list[float], old: list[float]) -> float:

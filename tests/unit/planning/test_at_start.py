@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 
 import pytest
@@ -12,7 +13,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss import register_shaper
 from megatron_rl.planning.at_start import check_memory, plan
-from megatron_rl.planning.phases import MemoryBudget
+from megatron_rl.planning.engine_memory import GIB
+from megatron_rl.planning.phases import MemoryBudget, demands, describe
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
 from megatron_rl.signals import Signal, register_signal
@@ -95,6 +97,27 @@ def test_a_reference_that_a_signal_reads_is_planned(model):
     assert plain.reference == 0 < shaped.reference == with_kl.reference
 
 
+def test_teachers_are_planned_by_hand(model, tmp_path):
+    """Two are on the host, the larger one on the device while it scores. Of one layer it has the
+    embedding (tied), its norms and half of its matrices on a rank."""
+    sizes = json.loads((model / "config.json").read_text())
+    one = sizes | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(one))
+    budget = MemoryBudget("cpu", 1e6)
+    chosen = config(model, "method=opd", f"model.teacher={{a: {tmp_path}, b: {model}, c: {model}}}")
+    (stage,) = plan(chosen, 2, budget, fused=False)
+    layer = stage.weights - stage.teacher_copies + stage.weights
+    assert stage.teacher == stage.weights, "the policy's own folder"
+    assert 0 < layer < stage.weights and stage.teacher_copies == 2 * stage.weights - layer
+    (alone,) = plan(config(model, "method=dr_grpo"), 2, budget, fused=False)
+    assert (alone.teacher, alone.teacher_copies) == (0, 0)
+    line, without = (describe([one], chosen, budget) for one in (stage, alone))
+    assert "teacher 0.0" in line and "teacher" not in without
+    needs = [next(demands([one], chosen, budget)).need_gib for one in (stage, alone)]
+    both = (stage.teacher + stage.teacher_copies) / GIB
+    assert needs[0] - needs[1] == pytest.approx(both - alone.reference / GIB)
+
+
 def test_the_smallest_rank_decides_for_all(model):
     with pytest.raises(
         ConfigError,
@@ -154,7 +177,7 @@ def test_the_planner_on_the_command_line_says_the_same(tmp_path, monkeypatch, ca
     monkeypatch.setattr("sys.argv", [*run.format(8).split(), large])
     assert planner.main() == 1
     assert (
-        "training needs 161.1 GiB on a rank of pipeline stage 0, there are 140.0 GiB; most of it is"
+        "training needs 160.8 GiB on a rank of pipeline stage 0, there are 140.0 GiB; most of it is"
         in capsys.readouterr().out
     )
     monkeypatch.setattr(

@@ -33,7 +33,7 @@ def test_one_rank_of_a_7b_model():
         4 * PARAMETERS,
         12 * PARAMETERS,
     )
-    assert stage.logits == 4 * 152064 * (256 + 3584)
+    assert stage.logits == 152064 * (4 * 256 + 2 * 3584)
     (cut,) = plan({}, replace(LOAD, num_kept=100))
     assert cut.logits - stage.logits == 100 * (4 * 1000 + 24 * 256)
     assert stage.kv_cache == 3 * 2**30

@@ -114,10 +114,10 @@ def test_the_plan_is_one_line():
     assert "\n" not in line
     assert (
         "(pipeline stage 0): weights 3.55, gradients 7.09, optimizer 10.64, activations 1.60,"
-        " logits 0.54, " in line
+        " logits 0.29, " in line
     )
     assert "engine weights 7.09, engine sampler 0.62, kv cache 3.00" in line
-    assert "training 28.42 of 79.10, weight sync 33.99 of 79.10, generation 36.99 of 79.10" in line
+    assert "training 28.17 of 79.10, weight sync 33.99 of 79.10, generation 36.99 of 79.10" in line
     assert "host copies 14.44 of 100.00, checkpoint 25.08 of 100.00" in line
 
 

@@ -60,12 +60,13 @@ def test_phases_follow_the_hand_over():
         "fp8_copies",
         "activations",
         "logits",
+        "teacher",
     )
     assert found["weight sync"] == ("weights", "engine_weights", "engine_sampler"), (
         "the sync reads the weights, which leave after it"
     )
     assert found["generation"] == ("engine_weights", "engine_sampler", "kv_cache")
-    held = ("reference", "experts")
+    held = ("reference", "teacher_copies", "experts")
     assert found["host copies"] == (*held, "weights", "optimizer", "engine_backup")
     assert found["checkpoint"] == (*found["host copies"], "reference", "checkpoint_copy")
     assert phases(config("rollout.sleep_level=2"), "cuda")["host copies"] == held

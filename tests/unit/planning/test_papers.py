@@ -4,6 +4,8 @@ checks, and it fits the hardware of its paper."""
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +37,11 @@ MATH_7B = {
     "tie_word_embeddings": False,
     "vocab_size": 152064,
 }
-# The rows of the main tables: methods with the preset's other values.
+PAGE = (REPO / "tools/docs/pages/papers.md").read_text(encoding="utf-8")
+# The rows of the papers' tables, as the page has them: what follows the preset on a command line.
 ROWS = {
-    "view_r1_3b": ("grpo", "apo_stcr", "apo_dads", "dr_grpo", "gspo"),
-    "a_grae_math_7b": (
-        "grpo dapo dr_grpo a_grae_dapo a_grae_dr_grpo a_grae_ass a_grae_ddas positive_dominant"
-        " negative_dominant easy_focused hard_focused gspo w_reinforce"
-    ).split(),
-    "geo3k_3b": ("dapo", "dr_grpo"),
-    "a_grae_geo3k_vl": ("a_grae_dapo", "a_grae_dr_grpo"),
-    "durian_7b": ("grpo", "durian_perceptual", "durian_reasoning"),
-    "durian_dapo_7b": ("dapo",),
-    "mapo_geo3k_g12": ("grpo", "dapo", "mapo_apd"),
-    "mapo_emotion_g8": ("grpo", "dapo", "mapo_apd"),
+    name: [words for words in re.findall("`([^`]+)`", rows) if "=" in words]
+    for name, rows in re.findall(r"(?m)^\| `(\w+)` \| (\d.*) \|$", PAGE)
 }
 
 
@@ -57,6 +51,8 @@ def preset(tmp_path: Path):
 
     def preset(name: str, *more: str) -> tuple[dict[str, Any], Config]:
         size, model = TABLE[name]["model"], tmp_path / "model"
+        if model.exists():
+            shutil.rmtree(model)
         if size in ("3B", "7B"):
             write_config(model, size)
         else:
@@ -93,10 +89,27 @@ def test_presets_start_and_fit_the_hardware_of_their_paper(name, preset):
     assert problems(plan(config, GPUS, budget, fused=True), config, budget) == []
 
 
-@pytest.mark.parametrize(("name", "method"), [(n, row) for n, rows in ROWS.items() for row in rows])
-def test_rows_of_the_tables_pass_the_start_up_checks(name, method, preset):
-    _, config = preset(name, f"method={method}")
+@pytest.mark.parametrize(("name", "row"), [(n, row) for n, rows in ROWS.items() for row in rows])
+def test_rows_of_the_tables_pass_the_start_up_checks(name, row, preset):
+    _, config = preset(name, *row.split())
     check(config, GPUS)
+
+
+def test_baselines_have_the_settings_of_their_framework(preset):
+    """Of EasyR1 clip, dual clip, aggregate and KL, whatever conf/method/ has; of verl no KL."""
+    for name in ("durian_7b", "mapo_geo3k_g12"):
+        _, config = preset(name, "method=grpo")
+        method = config.method
+        assert (method.policy_loss.high, method.policy_loss.dual_c) == (0.3, 3.0)
+        assert (method.aggregate.name, method.kl.coef) == ("token_mean", 0.01)
+    dapo = [row for row in ROWS["mapo_geo3k_g12"] if "method=dapo" in row]
+    for name, row in (("mapo_geo3k_g12", dapo[0]), ("durian_dapo_7b", "method=dapo")):
+        _, config = preset(name, *row.split())
+        method = config.method
+        assert (method.policy_loss.high, method.policy_loss.dual_c) == (0.28, 3.0)
+        assert (method.kl.coef, method.filters.dynamic_sampling.max_tries) == (0.0, 20)
+    _, config = preset("a_grae_math_7b", "method=grpo")
+    assert config.method.kl.coef == 0
 
 
 @pytest.mark.parametrize("name", STEPS)

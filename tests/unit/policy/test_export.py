@@ -1,9 +1,6 @@
 """Export onto a disk that is full: gathering weights is collective, so every one is taken though
 writing has failed."""
 
-import subprocess
-
-import pytest
 import torch
 from safetensors import SafetensorError
 
@@ -11,18 +8,7 @@ from megatron_rl.checkpoints.hf import ShardWriter
 from megatron_rl.policy.state.export import _write
 from megatron_rl.runtime.disk import says_full
 
-
-@pytest.fixture
-def small_disk(tmp_path):
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+DISK_SIZE = "1m"
 
 
 def test_all_weights_are_taken_though_the_disk_is_full(small_disk):

@@ -93,20 +93,13 @@ def test_equals_plain_in_float64(chunk_tokens, temperature, entropy):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
 
 
-def test_one_of_two_gradients():
+@pytest.mark.parametrize("one", [0, 1], ids=["logprobs", "entropy"])
+def test_one_of_two_gradients(one):
     hidden, weight, targets, c = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
-    got = gradients((c[0] * run(hidden, weight, targets, entropy="grad")[0]).sum(), hidden, weight)
-    want = gradients((c[0] * plain(hidden, weight, targets, 1.0, VOCAB)[0]).sum(), hidden, weight)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
-
-
-def test_entropy_alone_has_a_gradient():
-    hidden, weight, targets, c = inputs()
-    hidden.requires_grad_(), weight.requires_grad_()
-    got = gradients((c[1] * run(hidden, weight, targets, entropy="grad")[1]).sum(), hidden, weight)
-    want = gradients((c[1] * plain(hidden, weight, targets, 1.0, VOCAB)[1]).sum(), hidden, weight)
+    found = run(hidden, weight, targets, entropy="grad")[one]
+    wanted = plain(hidden, weight, targets, 1.0, VOCAB)[one]
+    got, want = (gradients((c[one] * each).sum(), hidden, weight) for each in (found, wanted))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
     assert got[1][VOCAB:].abs().max() == 0
@@ -140,6 +133,25 @@ def test_bfloat16_operands_are_not_rounded_on_the_way():
     for a, b in zip(got, want, strict=True):
         assert a.dtype == torch.bfloat16  # rounded once, at the end: half a unit of 2^-8
         torch.testing.assert_close(a.double(), b, rtol=2**-8, atol=1e-5)
+
+
+def test_the_gradient_of_a_trained_weight_is_added_to_main_grad_without_rounding():
+    hidden, weight, targets, c = inputs(torch.bfloat16)
+    exact = [leaf.double().requires_grad_() for leaf in (hidden, weight)]
+    weight = torch.nn.Parameter(weight)
+    weight.main_grad = torch.ones_like(weight, dtype=torch.float32)  # of a micro-batch before
+    logp, _ = run(hidden, weight, targets)
+    (returned,) = torch.autograd.grad((c[0].float() * logp).sum(), weight)
+    assert returned.shape == weight.shape and not returned.any()
+    _, want = gradients((c[0] * plain(*exact, targets, 1.0, VOCAB)[0]).sum(), *exact)
+    assert want[VOCAB:].eq(0).all() and want.abs().max() > 1
+    torch.testing.assert_close(weight.main_grad.double() - 1, want, rtol=1e-5, atol=1e-5)
+    # In another format than sums have, as with precision.grad_reduce_in_float32=false.
+    weight.main_grad = torch.ones_like(weight)
+    logp, _ = run(hidden, weight, targets)
+    (returned,) = torch.autograd.grad((c[0].float() * logp).sum(), weight)
+    torch.testing.assert_close(returned.double(), want, rtol=2**-8, atol=1e-5)
+    assert weight.main_grad.eq(1).all()
 
 
 def test_frozen_parts_and_no_grad():

@@ -124,15 +124,16 @@ def test_attention_sees_a_shared_prompt_before_every_response_and_restores_it_fr
     None
 ):
     packing = Packer(Multiples(1, 4), 0, 1, CPU, share=True).pack(SHARED, [0, 1, 2]).packing
-    (part,), restore = packing.groups
+    (part, short), restore = packing.groups
     # Places 0 and 1 hold the prompt, 2 "7", 3 and 4 "8 9", 5 "10", and 6 and 7 stretch the last
     # sequence to a multiple of 4.
     assert part.tokens.view(part.count, part.length).tolist() == [
         [0, 1, 5, 6, 7],
-        [0, 1, 3, 4, 4],
         [0, 1, 2, 2, 2],
     ]
-    assert restore.tolist() == [10, 11, 12, 7, 8, 2, 3, 4]
+    assert short.queries is not None
+    assert (short.tokens.tolist(), short.queries.tolist()) == ([0, 1, 3, 4], [3, 4])
+    assert restore.tolist() == [5, 6, 7, 10, 11, 2, 3, 4]
 
 
 def test_a_row_without_prompt_is_named() -> None:

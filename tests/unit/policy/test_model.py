@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import moe_utils
@@ -58,9 +59,20 @@ def test_kernels_are_fused_with_transformer_engine(engine: None) -> None:
     assert kernels(EXPERTS, expert=2) == list(KERNELS)
 
 
-def test_accumulation_into_gradients_is_not_fused(engine: None) -> None:
-    """The head is megatron's own layer, which needs apex for it."""
-    assert not model.transformer_config(DENSE, parallel(), precision()).gradient_accumulation_fusion
+def adds_to_main_grad() -> bool:
+    return model.transformer_config(DENSE, parallel(), precision()).gradient_accumulation_fusion
+
+
+def test_products_add_to_main_grad_with_transformer_engine(engine: None) -> None:
+    assert adds_to_main_grad()
+
+
+def test_products_add_to_main_grad_with_apex_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not adds_to_main_grad()
+    monkeypatch.setattr(model.layers, "_grad_accum_fusion_available", True)
+    assert not adds_to_main_grad()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert adds_to_main_grad()
 
 
 def test_layers_of_transformer_engine_are_asked_for_grouped_experts(

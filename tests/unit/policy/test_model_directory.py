@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -34,15 +33,6 @@ def original(tmp_path_factory) -> Path:
 @pytest.fixture
 def model(original, tmp_path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "model"))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A world of one: loading agrees on its errors."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def change(path: Path, **keys) -> None:

@@ -50,16 +50,16 @@ def by_name(arch: Architecture, megatron: str) -> Any:
     return next(p for p in model_parameters(arch) if p.slot.megatron == megatron)
 
 
+def held_by(megatron: str, rank: int, size: int) -> list[Shard]:
+    """Of one parameter of ``architecture()``, by one of ``size`` tensor ranks."""
+    arch = architecture()
+    return shards(by_name(arch, megatron), arch, 10, rank=rank, size=size)
+
+
 def test_queries_keys_and_values_of_a_group_stand_together() -> None:
     # 2 groups of 2 query heads of 3 rows: whole parameter = q 0-5, k 0-2, v 0-2, q 6-11, k 3-5, v
     # 3-5; the second rank has the latter.
-    held = shards(
-        by_name(architecture(), "self_attention.linear_qkv.weight"),
-        architecture(),
-        10,
-        rank=1,
-        size=2,
-    )
+    held = held_by("self_attention.linear_qkv.weight", rank=1, size=2)
     q, k, v = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
     assert held == [
         Shard(q, (12, 6), (6, 0), (6, 6), 0, (6, 1)),
@@ -72,21 +72,13 @@ def test_queries_keys_and_values_of_a_group_stand_together() -> None:
 
 def test_more_ranks_than_groups_cut_a_group() -> None:
     # 24 rows over 4 ranks: rank 1 has rows 6..11, which are keys and values of group 0.
-    held = shards(
-        by_name(architecture(), "self_attention.linear_qkv.bias"),
-        architecture(),
-        10,
-        rank=1,
-        size=4,
-    )
+    held = held_by("self_attention.linear_qkv.bias", rank=1, size=4)
     names = [(shard.name.split(".")[-2], shard.start, shard.shape, shard.offset) for shard in held]
     assert names == [("k_proj", (0,), (3,), 0), ("v_proj", (0,), (3,), 3)]
 
 
 def test_each_rank_has_its_gate_rows_then_its_up_rows() -> None:
-    held = shards(
-        by_name(architecture(), "mlp.linear_fc1.weight"), architecture(), 10, rank=1, size=2
-    )
+    held = held_by("mlp.linear_fc1.weight", rank=1, size=2)
     gate, up = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
     assert held == [
         Shard(gate, (8, 6), (4, 0), (4, 6), 0, (6, 1)),
@@ -95,9 +87,7 @@ def test_each_rank_has_its_gate_rows_then_its_up_rows() -> None:
 
 
 def test_row_parallel_weights_are_cut_along_the_columns() -> None:
-    held = shards(
-        by_name(architecture(), "mlp.linear_fc2.weight"), architecture(), 10, rank=1, size=2
-    )
+    held = held_by("mlp.linear_fc2.weight", rank=1, size=2)
     assert held == [Shard("model.layers.0.mlp.down_proj.weight", (6, 8), (0, 4), (6, 4), 0, (4, 1))]
 
 

@@ -58,12 +58,15 @@ def test_a_response_that_exceeds_the_budget_is_an_error():
         )
 
 
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=9)),
+    min_size=1,
+    max_size=8,
+)
+
+
 @given(
-    groups=st.lists(
-        st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=9)),
-        min_size=1,
-        max_size=8,
-    ),
+    groups=GROUPS,
     ranks=st.integers(1, 4),
     multiple=st.integers(1, 2),
     budget=st.integers(80, 300),
@@ -123,11 +126,7 @@ def test_balance_by_work_has_the_attention_to_shared_prompts():
 
 @settings(max_examples=50, deadline=None)
 @given(
-    groups=st.lists(
-        st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=9)),
-        min_size=1,
-        max_size=8,
-    ),
+    groups=GROUPS,
     ranks=st.integers(1, 4),
     budget=st.integers(80, 300),
 )

@@ -121,6 +121,17 @@ def test_programs_have_no_majority():
     assert evaluation_metrics(half, [1])["eval/maj_at_4"] == 1.0  # of the second prompt alone
 
 
+def test_bounds_of_eight_prompts_by_hand():
+    """Accuracies 1/4 and 3/4, four of each: sample deviation sqrt(1/14), t(0.975, 7) = 2.3646."""
+    two = vars(judged())
+    many = {key: np.concatenate([two[key]] * 4) for key in two if isinstance(two[key], np.ndarray)}
+    lists = {key: list(two[key]) * 4 for key in two if key not in many}
+    metrics = detailed_metrics(Judged(**many | lists | {"group_ids": np.repeat(range(8), 4)}), [2])
+    half = 2.364624 * (1 / 14 / 8) ** 0.5
+    assert metrics["eval_low/accuracy"] == pytest.approx(0.5 - half)
+    assert metrics["eval_high/accuracy"] == pytest.approx(0.5 + half)
+
+
 def test_bounds_and_sources_of_an_evaluation_alone():
     metrics = detailed_metrics(judged(), [2])
     assert metrics["eval/pass_at_2/a"] == 0.5
@@ -128,10 +139,9 @@ def test_bounds_and_sources_of_an_evaluation_alone():
     assert metrics["eval/maj_at_4/b"] == 1.0
     assert metrics["eval/response_tokens_mean/b"] == 6.5
     assert metrics["eval/truncated_share/a"] == 0.25
-    # Of two prompts with 1/4 and 3/4 a quarter of the resamples has each one twice.
-    assert (metrics["eval_low/accuracy"], metrics["eval_high/accuracy"]) == (0.25, 0.75)
-    assert (metrics["eval_low/pass_at_2"], metrics["eval_high/pass_at_2"]) == (0.5, 1.0)
-    assert metrics["eval_high/accuracy/a"] == float("inf")  # one prompt says nothing
+    # One prompt says nothing of a share, and two with 1/4 and 3/4 no more: 12.7 standard errors.
+    for part in ("accuracy", "pass_at_2", "accuracy/a"):
+        assert (metrics[f"eval_low/{part}"], metrics[f"eval_high/{part}"]) == (0.0, 1.0)
     # The first responses of both are a run with 1, the others ones with 1/2, 0 and 1/2.
     spread = "eval/accuracy_std_of_4_runs"
     assert metrics[spread] == pytest.approx((0.5 / 3) ** 0.5)
@@ -167,8 +177,9 @@ def test_the_table_has_a_line_for_each_step_and_source(tmp_path):
         "step source accuracy % std of 4 runs % pass@1 % pass@2 % maj@4 % tokens truncated %"
     )
     assert lines[2] == (
-        "0 all 50.0 [25.0, 75.0] 40.8 50.0 [25.0, 75.0] 75.0 [50.0, 100.0] 50.0 [0.0, 100.0]"
+        "0 all 50.0 [0.0, 100.0] 40.8 50.0 [0.0, 100.0] 75.0 [0.0, 100.0] 50.0 [0.0, 100.0]"
         " 4.5 12.5"
     )
-    assert lines[3] == "0 a 25.0 50.0 25.0 50.0 0.0 2.5 25.0"
+    no = "[0.0, 100.0]"
+    assert lines[3] == f"0 a 25.0 {no} 50.0 25.0 {no} 50.0 {no} 0.0 {no} 2.5 25.0"
     assert [line.split()[0] for line in lines[2:]] == ["0"] * 3 + ["20"] * 3

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import random
 
+from megatron_rl.config.load import compose
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.types import Prompt
+
+AUTO = compose("reward/auto")
 
 
 def config(**changes) -> RewardConfig:
     """``reward`` of conf/reward/auto.yaml with short limits and one worker."""
-    values = {
-        "verifier": "exact",
-        "function": None,
-        "server": None,
-        "accuracy_weight": 1.0,
-        "format_weight": 0.0,
-        "format_pattern": None,
-        "answer_pattern": None,
-        "partial_credit": False,
-        "timeout_s": 1.0,
-        "step_timeout_s": 60.0,
-        "function_timeout_s": 30.0,
-        "num_workers": 1,
-        "memory_gib": 4.0,
-        "on_problem": "exclude",
-        "max_excluded_share": 0.2,
-        "sandbox": "rlimits_only",
-        **changes,
-    }
-    return RewardConfig(**values)
+    own = {"verifier": "exact", "sandbox": "rlimits_only", "num_workers": 1}
+    limits = {"timeout_s": 1.0, "function_timeout_s": 30.0}
+    return RewardConfig(**AUTO | own | limits | changes)
 
 
 def prompt(answer="4", source="toy", extra=None) -> Prompt:

@@ -46,6 +46,12 @@ def mixed(tasks, responses):
     "accuracy": 2}, {"reward": 1, "format": 1},
             {"reward": -2, "accuracy": 1.0}]
 
+def recovers(tasks, responses):
+    # "22" has its verdict in the second call, "333" in the third.
+    global calls
+    calls += 1
+    return [{"reward": calls, "accuracy": 1} if len(text) <= calls else None for text in responses]
+
 def does(tasks, responses):
     what = responses[0]
     if what == "hang":
@@ -193,6 +199,30 @@ def test_a_few_single_responses_that_fail_do_not_stop_the_run(function):
     for _ in range(17):
         score(reward, "raise")
     with pytest.raises(ValueError, match="18 calls in a row gave no response a reward"):
+        score(reward, "raise")
+
+
+def test_what_fails_is_asked_again_alone(function):
+    """Two tries: the first call has all three, the second those that failed, and then it ends."""
+    one, two, three = score(function("recovers", num_tries=2), "1", "22", "333")
+    assert [found.reward for found in (one, two, three)] == [1, 2, 0]
+    assert [found.parts["verifier_tries"] for found in (one, two, three)] == [1, 2, 2]
+    assert (one.problem, two.problem) == (None, None) and "not a number" in three.problem
+    once = score(function("recovers"), "1", "22")
+    assert once[1].problem is not None and "verifier_tries" not in once[0].parts
+
+
+def test_the_third_try_waits(function):
+    began = time.monotonic()
+    (found,) = score(function("recovers", num_tries=3), "333")
+    assert (found.reward, found.problem) == (3, None) and time.monotonic() - began > 1
+
+
+def test_tries_of_one_call_do_not_stop_the_run_sooner(function):
+    reward = function("does", num_tries=2)
+    for _ in range(2):
+        score(reward, "raise")
+    with pytest.raises(ValueError, match="6 calls in a row gave no response a reward"):
         score(reward, "raise")
 
 

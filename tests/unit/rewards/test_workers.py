@@ -57,6 +57,8 @@ def mean(task: Task, answer: str) -> float:
         return float(random.random() == 0.8444218515250481)
     if answer == "outside":
         return 7.0
+    if answer.startswith("/"):  # a folder that is not there: the next try finds it
+        os.path.exists(answer) or os.mkdir(answer) or 1 / 0
     return 1.0
 '''
 
@@ -102,6 +104,17 @@ def test_what_a_verifier_does_to_its_worker_costs_its_own_response_alone(mean):
     ):
         assert words in kinds
     assert reward.restarts >= 4
+
+
+def test_a_verifier_that_fails_is_asked_again_where_there_is_no_stdout(mean, tmp_path):
+    """A worker of a run that was started with ``>&-``: what it prints leads nowhere."""
+    os.set_inheritable(1, False)
+    try:
+        reward = mean(num_tries=2)
+        assert judge(reward, "print", str(tmp_path / "a"), "raise", "good") == [1, 1, 0, 1]
+    finally:
+        os.set_inheritable(1, True)
+    assert sum(reward.problems.values()) == 1 and reward.restarts == 0
 
 
 def test_a_batch_of_hanging_responses_ends_with_the_budget_of_the_step(mean):

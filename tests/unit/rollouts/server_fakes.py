@@ -76,7 +76,9 @@ class Server:
     name: str
     is_closed: bool = False
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, response: int, so_far: Sequence[int] = ()
+    ) -> Completion:
         fleet = self.fleet
         version = fleet.versions[self.name]
         fleet.asked.append((self.name, version, prompt.uid, response))

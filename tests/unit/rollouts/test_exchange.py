@@ -21,7 +21,7 @@ from megatron_rl.rollouts.rows.exchange import (
 from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.types import APPENDED, Completion, Prompt, Sampling, Score, VersionSpan
 from tests.engines import Answering
 from tests.unit.trainer.runs import WORLD, words
 
@@ -121,7 +121,8 @@ def test_completions_become_rows():
     assert rows.columns["token_ids"].dtype == np.int32
     assert rows.columns["sampler_logprobs"].tolist() == [-0.5, -0.25, -1.0]
     assert rows.columns["sampler_logprobs"].dtype == np.float32
-    appended = Completion((9, 2, 4), (-0.5, 0.0, -0.25), False, 1, sampled=(True, False, True))
+    spans = (VersionSpan(1, 1), VersionSpan(APPENDED, 2), VersionSpan(1, 3))
+    appended = Completion((9, 2, 4), (-0.5, 0.0, -0.25), False, 1, spans)
     mixed = token_rows([0, 1], [appended, Completion((7,), (-1.0,), True, 2)], with_sampled=True)
     assert mixed.columns["sampled"].tolist() == [True, False, True, True]
     nothing = token_rows([], [])

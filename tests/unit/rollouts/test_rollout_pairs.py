@@ -115,7 +115,9 @@ class StepwiseServer:
     def __init__(self, engine: Stepwise) -> None:
         self.engine = engine
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, response: int, so_far: Sequence[int] = ()
+    ) -> Completion:
         whole = await self.generate_until(prompt, sampling, response, (), lambda count: False)
         return whole[0]
 

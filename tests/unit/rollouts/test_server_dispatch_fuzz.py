@@ -154,7 +154,9 @@ class Server:
     world: World
     name: str
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, response: int, so_far: Sequence[int] = ()
+    ) -> Completion:
         world = self.world
         assert sampling.seed is not None
         begin = world.versions[self.name]

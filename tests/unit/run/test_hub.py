@@ -107,7 +107,7 @@ def test_without_a_network_the_cache_is_enough(
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("missing", "neither a local folder nor a model of the hub"),
+        ("missing", "no such folder; as a model of the hub: not there; correct the name"),
         ("denied", "set HF_TOKEN for one that is private"),
         ("gated", "the hub asks for an agreement"),
         ("busy", r"not in the cache \(HF_HOME\), and the hub does not answer .*503"),

@@ -105,21 +105,3 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_its_manifest(
 
 def test_a_checkpoint_that_fits_passes(config, tmp_path):
     check(config(), ResumePoint(checkpoint(tmp_path), 1))
-
-
-def test_wandb_online_without_a_key_is_said_in_one_line_and_without_network(
-    config, tmp_path, monkeypatch
-):
-    online = config("logging.wandb=online")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(
-        ValueError,
-        match=r"logging.wandb = online: no key of an account is set here; set WANDB_API_KEY",
-    ):
-        preflight._check_wandb(online)
-    monkeypatch.setenv("WANDB_API_KEY", "short")
-    with pytest.raises(ValueError, match=r"logging.wandb = online: .*invalid.*set WANDB_API_KEY"):
-        preflight._check_wandb(online)
-    preflight._check_wandb(config("logging.wandb=offline"))

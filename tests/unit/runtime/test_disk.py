@@ -3,7 +3,6 @@ one may be mounted."""
 
 import errno
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.runtime import disk
 
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+DISK_SIZE = "8m"
 
 
 def torch_archive(folder, tensor):

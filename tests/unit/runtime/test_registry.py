@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -49,6 +50,19 @@ def test_clocks_of_servers_do_not_matter(tmp_path, clock):
     assert list(registry.look()) == ["a"]
     clock.now += 11.0
     assert registry.look() == {}
+
+
+def test_a_copy_of_the_folder_has_no_servers(tmp_path, clock, caplog):
+    """The server is that of another run; where two numbers name one folder it is seen to write."""
+    first, copy = tmp_path / "run", tmp_path / "copy"
+    lease = Lease(first, Registration("a", "http://127.0.0.1:1", 0, lease_s=10.0))
+    shutil.copytree(first, copy)
+    registry = Registry(copy, clock)
+    assert list(Registry(first, clock).look()) == ["a"] and registry.look() == {}
+    assert "a copy, and does not write here; it is not used" in caplog.text
+    lease.renew()
+    shutil.copy(first / "a.json", copy / "a.json")
+    assert list(registry.look()) == ["a"]
 
 
 def test_a_removed_server_learns_it_and_does_not_come_back(tmp_path, clock):

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.data.multimodal.vision import VisionProcessor
-from megatron_rl.data.multimodal.visual_entropy import visual_entropy
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.reading import Data
 from megatron_rl.runtime.launch import World
-from megatron_rl.signals.visual_entropy import FILE, Tower, with_visual_entropy
+from megatron_rl.signals.visual_entropy import FILE, Tower, visual_entropy, with_visual_entropy
 from megatron_rl.types import Image, Prompt
 from tests.ranks import on_ranks
 from tests.unit.data.pictures import image, seeing_model

@@ -45,16 +45,14 @@ def test_the_table_averages_over_seeds(tmp_path):
 
 def test_pairs_are_compared_at_equal_seed(tmp_path):
     """Differences 0.1, 0.2 and 0.3: mean 0.2, deviation 0.1, so that Student's interval with 2
-    degrees of freedom is 0.2 -+ 4.303 * 0.1 / sqrt(3) = 0.2 -+ 0.248. The bootstrap cannot leave
-    the values."""
+    degrees of freedom is 0.2 -+ 4.303 * 0.1 / sqrt(3) = 0.2 -+ 0.248."""
     scores = (0.1, 0.5, 0.3, 0.4, 0.6, 0.5)
     trials = runs(tmp_path, scores, "method=grpo,dapo", "seed=1,2,3")
     text = summary(trials, names(trials), ACCURACY)
     first, second = rows(text)
-    assert first[4:] == ["baseline", "-", "-", "-", "-"]
+    assert first[4:] == ["baseline", "-", "-", "-"]
     # 0.4 - 0.1 = 0.3, 0.6 - 0.5 = 0.1, 0.5 - 0.3 = 0.2
-    intervals = ["+0.1000 to +0.3000", "-0.0484 to +0.4484"]
-    assert second[4:] == ["+0.2000", "3", *intervals, "not shown"]
+    assert second[4:] == ["+0.2000", "3", "-0.0484 to +0.4484", "not shown"]
 
 
 def test_what_is_not_finished_is_named_and_not_averaged(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.load import compose
 from megatron_rl.sweep import main
-from megatron_rl.sweeping.trials import Trial, combinations, make_trials, run_names, with_wandb
+from megatron_rl.sweeping.trials import Trial, combinations, make_trials, run_names, with_trackers
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 
@@ -82,24 +82,24 @@ def test_the_same_run_is_said_and_not_started_in_a_dry_run(tmp_path, capsys):
     assert note == "# optim.clip_grad-1.0: the same run as optim.clip_grad-1"
 
 
-def test_wandb_groups_the_seeds_of_a_combination(tmp_path):
-    """And keeps the group and the tags of the user; without wandb nothing is added."""
+def test_trackers_group_the_seeds_of_a_combination(tmp_path):
+    """And keeps the group and the tags of the user; without such a tracker nothing is added."""
     overrides = ["method=grpo,dapo", "seed=1,2"]
     plain = trials(tmp_path, "seed=1,2")
-    assert with_wandb(plain, "ablation") == plain
-    on = ["logging.wandb=offline", "logging.wandb_tags=['a, b']", "experiment=quickstart_cpu"]
+    assert with_trackers(plain, "ablation") == plain
+    on = ["logging.trackers=[wandb]", "logging.tags=['a, b']", "experiment=quickstart_cpu"]
     grouped = [
-        logging_of(trial) for trial in with_wandb(trials(tmp_path, *overrides, *on), "abl=1")
+        logging_of(trial) for trial in with_trackers(trials(tmp_path, *overrides, *on), "abl=1")
     ]
-    assert [logging["wandb_group"] for logging in grouped] == [
+    assert [logging["group"] for logging in grouped] == [
         f"abl=1/method-{method}" for method in ("grpo", "grpo", "dapo", "dapo")
     ]
     tags = ["a, b", "abl=1", "experiment=quickstart_cpu"]
-    assert all(logging["wandb_tags"] == tags for logging in grouped)
-    seeds = with_wandb(trials(tmp_path, "seed=1,2", *on), "seeds")
-    assert {logging_of(trial)["wandb_group"] for trial in seeds} == {"seeds"}
-    own = with_wandb(trials(tmp_path, "seed=1,2", *on, "logging.wandb_group=mine"), "ablation")
-    assert {logging_of(trial)["wandb_group"] for trial in own} == {"mine"}
+    assert all(logging["tags"] == tags for logging in grouped)
+    seeds = with_trackers(trials(tmp_path, "seed=1,2", *on), "seeds")
+    assert {logging_of(trial)["group"] for trial in seeds} == {"seeds"}
+    own = with_trackers(trials(tmp_path, "seed=1,2", *on, "logging.group=mine"), "ablation")
+    assert {logging_of(trial)["group"] for trial in own} == {"mine"}
 
 
 def logging_of(trial: Trial) -> dict:

@@ -180,6 +180,10 @@ class BanditPolicy:
             self.logits -= self.learning_rate * logits.grad
         return UpdateResult(total, norm, self.learning_rate, skipped, metrics, scored)
 
+    def renew_reference(self) -> None:
+        assert not self.away
+        self.passes.append("renew")
+
     def check_weights(self, step: int) -> None:
         if not self.logits.isfinite().all():
             raise NonFiniteError(f"step {step}: weights are not finite")

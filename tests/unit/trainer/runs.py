@@ -61,7 +61,7 @@ def bandit_config(run_dir: Path, overrides: Sequence[str]) -> Config:
         "data.eval=e",
         f"run_dir={run_dir}",
         "evaluation.pass_at=[1]",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
         "logging.console=false",
     ]
     return validate(Config, compose("config", [*common, *SIZES, *overrides]), "test")

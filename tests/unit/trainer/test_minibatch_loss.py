@@ -59,7 +59,8 @@ def test_tokens_that_nobody_sampled_are_in_no_loss_and_no_denominator(build, mon
     tokens = experience.responses.tokens
     columns = {**tokens.columns, "sampled": np.tile([True, True, False], 32)}
     responses = replace(experience.responses, tokens=replace(tokens, columns=columns))
-    experience = learner.score(replace(experience, responses=responses))
+    num_sampled = torch.full((32,), 2)
+    experience = learner.score(replace(experience, responses=responses, num_sampled=num_sampled))
     assert experience.loss_tokens.tolist() == [2] * 32
     # Every token has probability 1/4 at the start.
     assert experience.columns["mean_logprobs"].tolist() == pytest.approx([-math.log(4)] * 32)

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_rl.runtime.joint_group import Barrier, connect_store
 from megatron_rl.weight_sync.fleet import controller
@@ -18,20 +17,12 @@ from megatron_rl.weight_sync.fleet.fleet import FleetSync
 from megatron_rl.weight_sync.fleet.weight_history import WeightHistory
 from tests.unit.weight_sync.test_server import (
     OPTIONS,
-    WORLD,
     Policy,
     TwoWorkers,
     Worker,
     failing,
     served,
 )
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -40,17 +40,8 @@ def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     bytes, holds as many and 24 of norms. Both send 2160 in one bucket and receive as many: 4320
     staged. Gather brings each process the same 2160. At 1 and 1 GB/s on one node: 2160e-9 s.
     """
-    got = figures(
-        capsys,
-        "--model",
-        str(write_config(tmp_path)),
-        "--train",
-        "tp=2",
-        "--rollout",
-        "tp=1,dp=2",
-        "--nvlink-gb-s",
-        "1",
-    )
+    layouts = "--train tp=2 --rollout tp=1,dp=2 --nvlink-gb-s 1".split()
+    got = figures(capsys, "--model", str(write_config(tmp_path)), *layouts)
     expected = {
         "bytes_sent": 4320,
         "bytes_local": 4368,
@@ -69,19 +60,8 @@ def test_disaggregated_rollout_receives_everything(
 ) -> None:
     """(112 + 2048 + 12) x 2 bytes, from two training processes to one rollout process on another
     node."""
-    model = str(write_config(tmp_path))
-    got = figures(
-        capsys,
-        "--model",
-        model,
-        "--train",
-        "tp=2",
-        "--rollout",
-        "tp=1",
-        "--disaggregated",
-        "--gpus-per-node",
-        "2",
-    )
+    layouts = "--train tp=2 --rollout tp=1 --disaggregated --gpus-per-node 2".split()
+    got = figures(capsys, "--model", str(write_config(tmp_path)), *layouts)
     assert got["bytes_across_nodes"] == got["lower_bound"] == 4344 and got["bytes_local"] == 0
 
 

@@ -12,22 +12,13 @@ from torch.distributed import distributed_c10d
 
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime.joint_group import Barrier, connect_store, join_group
-from megatron_rl.runtime.launch import World
 from megatron_rl.types import Shard, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer
 from megatron_rl.weight_sync.fleet.controller import ServersError
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests.pushes import OneServer
 
-WORLD = World(0, 1, 0, "launch")
 OPTIONS = TransferOptions(timeout_s=20.0)
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield WORLD
-    dist.destroy_process_group()
 
 
 def shard(name, rows, start=0):

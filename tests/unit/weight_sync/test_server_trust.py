@@ -3,19 +3,11 @@ run is not let in."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.weight_sync.fleet.controller import ServersError
 from tests.pushes import OneServer
-from tests.unit.weight_sync.test_server import OPTIONS, WORLD, Policy, TwoWorkers, served
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield WORLD
-    dist.destroy_process_group()
+from tests.unit.weight_sync.test_server import OPTIONS, Policy, TwoWorkers, served
 
 
 def test_nothing_between_trainer_and_workers_is_a_pickle(world, monkeypatch):

@@ -86,6 +86,14 @@ def test_the_page_is_whole_and_needs_nothing_else(grid):
     assert re.findall(r"url\(|@import", text) == []
 
 
+def test_without_out_the_report_is_beside_the_runs(tmp_path, capsys):
+    write_run(tmp_path / "runs" / "a", curve_rows(1, 5))
+    for _ in range(2):  # the second finds the first report there
+        assert report.main([str(tmp_path / "runs")]) == 0
+        assert "1 run of 1 variant" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "report" / "index.html").is_file()
+
+
 def test_links_lead_to_the_files_of_the_runs(grid):
     out, text, markdown = grid
     links = [link for link in Page(text).values("href") if not link.startswith(("#", "data:,"))]
@@ -122,9 +130,9 @@ def test_the_baseline_comes_first_and_the_methods_differ(grid):
     ]
     methods = rows[:3]
     assert [row[0] for row in methods] == ["method=grpo", "method=dapo", "method=rloo"]
-    assert methods[0][6:11] == ["baseline", "-", "-", "-", "-"]
+    assert methods[0][6:10] == ["baseline", "-", "-", "-"]
     assert float(methods[1][6]) < 0 < float(methods[2][6])  # made so: dapo gains less, rloo more
-    assert [row[10] for row in methods[1:]] == ["lower", "higher"]
+    assert [row[9] for row in methods[1:]] == ["lower", "higher"]
     assert methods[1][7] == "2"
 
 
@@ -169,7 +177,7 @@ def test_untrusted_text_stays_text(tmp_path):
     widths = [
         len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line[:1] == "|"
     ]
-    assert set(widths) <= {12, 10, 8, 4, 3}  # columns of the tables + 1: no entry was cut in two
+    assert set(widths) <= {11, 10, 8, 4, 3}  # columns of the tables + 1: no entry was cut in two
 
 
 def test_missing_metrics_leave_panels_and_entries_out(tmp_path):
@@ -251,6 +259,8 @@ def test_more_metrics_are_more_tables(tmp_path):
     _, markdown = written(tmp_path / "out", tmp_path / "runs", more=more)
     assert re.findall(r"(?m)^### (\S+)", markdown)[:2] == ["eval/pass\\_at\\_8", "rollout/entropy"]
     assert "mean entropy of the policy at the start of the step \\[nats\\]" in markdown
+    # Only what is held out has a course, and only where it was evaluated more than once.
+    assert re.findall(r"(?m)^(\S+) over the evaluations", markdown) == ["eval/pass\\_at\\_8"]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from megatron_rl.reporting.comparison.scores import (
     VariantScore,
     compare,
     cost,
+    course,
     last_value,
     score,
     welch,
 )
+from megatron_rl.reporting.comparison.tables import course_table
 from megatron_rl.reporting.comparison.variants import Variant
 from tests.unit.reporting.comparison.made_runs import variants_in, write_run
 
@@ -30,12 +32,10 @@ def test_a_paired_difference_of_three_seeds_by_hand():
     baseline = scored({3: 0.6, 2: 0.5, 1: 0.4, 8: 0.9})
     found = compare(variant, baseline)  # differences 0.1 0.2 0.3; seeds 7 and 8 have no partner
     assert found.num_pairs == 3
-    assert found.student.mean == found.bootstrap.mean == pytest.approx(0.2)
+    assert found.interval.mean == pytest.approx(0.2)
     half = 4.302653 * 0.1 / sqrt(3)  # the t of 2 degrees of freedom times the standard error
-    assert (found.student.low, found.student.high) == pytest.approx((0.2 - half, 0.2 + half))
-    # Of the 27 resamples one has 0.1 three times, which is more than 2.5 %.
-    assert (found.bootstrap.low, found.bootstrap.high) == pytest.approx((0.1, 0.3))
-    assert found.word == "not shown"  # though the bootstrap excludes 0
+    assert (found.interval.low, found.interval.high) == pytest.approx((0.2 - half, 0.2 + half))
+    assert found.word == "not shown"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_paired_difference_of_three_seeds_by_hand():
         ([0.25, 0.25], "not shown (no spread)"),
     ],
 )
-def test_the_word_is_decided_by_student(differences, word):
+def test_the_word_is_decided_by_the_interval(differences, word):
     variant = scored(dict(enumerate(differences)))
     assert compare(variant, scored(dict.fromkeys(range(len(differences)), 0.0))).word == word
 
@@ -59,10 +59,8 @@ def test_without_a_common_seed_means_are_compared():
     assert found.num_pairs == 0
     freedom = (1 / 3 + 1) ** 2 / ((1 / 3) ** 2 / 2 + 1)
     half = stats.t.ppf(0.975, freedom) * sqrt(1 / 3 + 1)
-    assert (found.student.low, found.student.high) == pytest.approx((-3 - half, -3 + half))
-    # 1 of 27 resamples of the first is 1 1 1, 1 of 4 of the second 6 6: together below 2.5 %.
-    assert -5 <= found.bootstrap.low < found.bootstrap.high <= -1
-    assert found.bootstrap.mean == -3
+    assert (found.interval.low, found.interval.high) == pytest.approx((-3 - half, -3 + half))
+    assert found.interval.mean == -3
 
 
 def test_one_value_on_a_side_says_nothing_about_spread():
@@ -120,6 +118,38 @@ def test_unfinished_runs_and_repeated_seeds(tmp_path):
     write_run(tmp_path / "d", rows({10: 0.0}), seed=3, finished=False)
     found = score(only_variant(tmp_path), "eval/accuracy")
     assert found is not None and found.values == {1: pytest.approx(0.3), 2: 0.8}
+
+
+def test_the_course_of_a_run_by_hand(tmp_path):
+    """Of 2, 4, 4, 4, 5, 5, 7, 9 the mean is 5 and the deviation 2; step 0 is not of the course."""
+    values = [1.0, 0.2, 0.4, 0.4, 0.4, 0.5, 0.5, 0.7, 0.9]
+    write_run(tmp_path / "a", rows(dict(enumerate(values))))
+    (run,) = only_variant(tmp_path).runs
+    found = course(run, "eval/accuracy")
+    assert found is not None and (found.peak, found.is_collapsed) == (0.9, False)
+    assert found.variation == pytest.approx(0.4)
+    assert course(run, "eval/pass_at_8") is None
+
+
+def test_collapses_are_counted_over_runs(tmp_path):
+    """Peak 0.8: 0.4 is half of it and no collapse, 0.39 is one; a gap is passed over."""
+    write_run(tmp_path / "a", rows({0: 0.1, 5: 0.8, 10: 0.4}), seed=1)
+    write_run(tmp_path / "b", rows({0: 0.1, 5: 0.8, 8: None, 10: 0.39}), seed=2)
+    write_run(tmp_path / "c", rows({0: 0.1, 5: 0.0, 10: 0.0}), seed=3)
+    write_run(tmp_path / "d", rows({0: 0.1, 10: 0.0}), seed=4)
+    variant = only_variant(tmp_path)
+    table = course_table([variant], "eval/accuracy")
+    assert table is not None
+    (row,) = table.rows
+    # Deviations 0.2 of 0.6 and 0.205 of 0.595; a mean of 0 has no CV, one evaluation no course.
+    cv = 100 * (0.2 / 0.6 + 0.205 / 0.595) / 2
+    assert row == {
+        "method": variant.label,
+        "peak": "0.533",
+        "CV": f"{cv:.2f} %",
+        "collapsed": "1 of 3",
+    }
+    assert course_table([variant], "eval/pass_at_8") is None
 
 
 def test_cost_by_hand(tmp_path):

@@ -71,7 +71,7 @@ def both(content: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> N
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("parallel", "tensor", 4), ("logging", "wandb", "offline"), ("checkpoint", "keep", 9)],
+    [("parallel", "tensor", 4), ("logging", "trackers", ["wandb"]), ("checkpoint", "keep", 9)],
 )
 def test_what_does_not_train_does_not_part_seeds(tmp_path, section, key, value):
     write_run(tmp_path / "a", curve_rows(1, 2), seed=1)

@@ -1,0 +1,207 @@
+"""A rank's part of one generation with the engines of a launch: what runs, where its tokens go."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megatron_rl.protocols import Generator
+from megatron_rl.rollouts.dispatcher import (
+    Ended,
+    Event,
+    GenerationRequest,
+    Scored,
+    Unfinished,
+    WorkerProgress,
+)
+from megatron_rl.rollouts.environments.outcomes import Outcome, appended, turns_of
+from megatron_rl.rollouts.environments.turns import Turns, Waiting
+from megatron_rl.rollouts.jobs import GenerationJob
+from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.rollouts.store import joined
+from megatron_rl.scheduling.work import Request
+from megatron_rl.types import Completion
+
+_PROGRESS_EVERY_S = 1.0
+
+
+@dataclass
+class ReplicaTask:
+    """What a replica is to begin and to stop; at the end of a generation it stops everything.
+    ``level``: see ``GenerationBackend.pause``; None: as before. ``outcomes``: what environments
+    have answered, of the replica's first rank."""
+
+    begin: list[GenerationRequest] = field(default_factory=list)
+    stop: list[Request] = field(default_factory=list)
+    is_end: bool = False
+    level: int | None = None
+    outcomes: list[tuple[Hashable, Outcome]] = field(default_factory=list)
+
+
+class Open(NamedTuple):
+    """A response that runs here.
+
+    Attributes:
+        began_s: By ``time.monotonic``.
+        got: What earlier turns of the step have brought, and their environment has appended.
+    """
+
+    wanted: GenerationRequest
+    began_s: float
+    got: Completion | None = None
+
+
+class Replica:
+    """This rank's part of one generation: what runs here, and where its tokens go."""
+
+    def __init__(
+        self,
+        engine: Generator,
+        rewards: RewardThread,
+        job: GenerationJob,
+        team: tuple[int, int],
+        turns: Turns | None = None,
+    ) -> None:
+        """``team``: number of this rank among those of its replica, and how many they are;
+        ``turns``: None where a response has one."""
+        self.num_tokens = 0  # sampled, of all responses that are no longer running
+        self._engine = engine
+        self._rewards = rewards
+        self._job = job
+        self._number, self._num_ranks = team
+        self._num_ended = 0
+        self._turns = turns
+        self._running: dict[int, Open] = {}  # by the engine's request id
+        # Those whose environment is asked, by a number that is equal on all ranks of the replica.
+        self._waiting: dict[Hashable, Open] = {}
+        self._num_asked = 0
+        self._events: list[Event] = []  # told with the next that happens
+        self._said_progress = time.monotonic()
+        self._level: int | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    def apply(self, task: ReplicaTask) -> None:
+        """Begins and stops."""
+        if task.level is not None:
+            self._level = task.level
+        stop = set(task.stop)
+        running = self._running.items()
+        stopped = [number for number, one in running if task.is_end or one.wanted.request in stop]
+        self.num_tokens += self._engine.abort(stopped)
+        for number in stopped:
+            del self._running[number]
+        waiting = self._waiting.items()
+        for key in [key for key, one in waiting if task.is_end or one.wanted.request in stop]:
+            del self._waiting[key]
+        now = time.monotonic()
+        begun = [Open(wanted, now) for wanted in task.begin]
+        # An outcome of a response that was stopped meanwhile is of none that waits.
+        answered = [each for each in task.outcomes if each[0] in self._waiting]
+        begun += [one for each in answered if (one := self._follow(*each)) is not None]
+        self._begin(begun)
+
+    def _follow(self, key: Hashable, outcome: Outcome) -> Open | None:
+        """What is to be sampled next of a response whose environment has answered."""
+        one = self._waiting.pop(key)
+        assert one.got is not None, "it has sampled a turn"
+        if outcome.is_over:
+            self._end(one, one.got, outcome)
+            return None
+        return one._replace(got=appended(one.got, outcome.tokens))
+
+    def _begin(self, begun: Sequence[Open]) -> None:
+        """Those of a group and a turn together: their sampling is the same."""
+        together: dict[tuple[int, int], list[Open]] = defaultdict(list)
+        for one in begun:
+            turn = 0 if one.got is None else len(turns_of(one.got)) - 1
+            together[one.wanted.request.group, turn].append(one)
+        for (group, turn), several in together.items():
+            first = several[0].wanted
+            prompt = self._job.stream.prompt(group, first.visit)
+            sampling = self._job.plan(first.step, prompt, first.request.version, turn)
+            tokens = {one.wanted.request.response: self._so_far(one) for one in several}
+            so_far = {response: there for response, there in tokens.items() if there}
+            numbers = self._engine.submit(prompt, list(tokens), sampling, so_far)
+            self._running.update(zip(numbers, several, strict=True))
+
+    def _so_far(self, one: Open) -> Sequence[int]:
+        if one.got is not None:
+            return one.got.token_ids
+        return self._job.store.so_far(one.wanted.request.place)
+
+    def work(self) -> list[Event]:
+        """The engine works for a moment; what rank 0 is to hear of it from this rank."""
+        worker = worker_name(self._engine.replica)
+        for number, new in self._engine.poll() if self._running else ():
+            one = self._running.pop(number)
+            self.num_tokens += len(new.token_ids)
+            self._turn_ended(one, joined(one.got, new))
+        paused = self._pause()
+        if self._number == 0:
+            self._events += [Unfinished(worker, request, is_paused=True) for request in paused]
+        events, self._events = self._events, []
+        events += [Scored(one.request, score) for one, score in self._rewards.take()]
+        now = time.monotonic()
+        if self._number == 0 and (events or now > self._said_progress + _PROGRESS_EVERY_S):
+            self._said_progress = now
+            lengths = self._engine.running_lengths()
+            num_tokens = self.num_tokens + sum(lengths.values())
+            events.append(WorkerProgress(worker, num_tokens, max(lengths.values(), default=0)))
+        return events
+
+    def _turn_ended(self, one: Open, got: Completion) -> None:
+        """``got``: all that the step has of the response."""
+        if self._turns is None:
+            self._end(one, got, None)
+        elif not self._turns.asks(got):
+            self._end(one, got, self._turns.ended(got))
+        else:
+            self._num_asked += 1
+            self._waiting[self._num_asked] = one._replace(got=got)
+            if self._number == 0:
+                wanted = one.wanted
+                prompt = self._job.stream.prompt(wanted.request.group, wanted.visit)
+                most = self._job.plan.of_step(wanted.step).max_response_tokens
+                response = wanted.request.response
+                self._turns.give(Waiting(self._num_asked, prompt, response, got, most, one.began_s))
+
+    def _end(self, one: Open, got: Completion, outcome: Outcome | None) -> None:
+        """A response is complete."""
+        request = one.wanted.request
+        if outcome is not None and outcome.truncated:
+            got = replace(got, truncated=True)
+        completion = self._job.store.add(request.place, got)
+        if self._num_ended % self._num_ranks == self._number:
+            prompt = self._job.stream.prompt(request.group, one.wanted.visit)
+            self._rewards.give(request, prompt, completion, outcome)
+        self._num_ended += 1
+        if self._number == 0:
+            self._events.append(Ended.of(worker_name(self._engine.replica), request, completion))
+
+    def _pause(self) -> list[Request]:
+        """Ends what has come to the level of the step, and keeps its tokens."""
+        if self._level is None:
+            return []
+        assert self._turns is None, "partial rollouts have one turn"
+        lengths = self._engine.running_lengths()
+        running = self._running.items()
+        numbers = [
+            number for number, one in running if one.wanted.begin + lengths[number] >= self._level
+        ]
+        if not numbers:
+            return []
+        requests = [self._running.pop(number).wanted.request for number in numbers]
+        for request, new in zip(requests, self._engine.pause(numbers), strict=True):
+            self._job.store.add(request.place, new)
+            self.num_tokens += len(new.token_ids)
+        return requests
+
+
+def worker_name(replica: int) -> str:
+    return f"{replica:06d}"  # in the order of numbers

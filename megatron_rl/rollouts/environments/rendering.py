@@ -1,0 +1,131 @@
+"""Messages of an environment as tokens, rendered once, behind tokens that stay as sampled.
+
+Nothing that was sampled is ever encoded again. What is appended is what the chat template writes
+behind the words of a finished turn: the end of that message, the new messages, and the header of
+the next answer. That is well defined where the template writes the same whatever stands before,
+and writes what stands before as the model has read it; both are tried when a run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.errors import first_line
+from megatron_rl.rollouts.environments.base import Message
+
+_MARK = "mark-of-the-answer"
+_RESULT = "a result"
+
+
+class TemplateError(ValueError):
+    """The chat template cannot continue a conversation token for token."""
+
+
+class MessageRendering:
+    """The tokens of messages that follow a sampled turn.
+
+    Attributes:
+        end_token_id: With which the model ends a message.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], path: str) -> None:
+        """``roles``: of the messages that will be rendered; ``path``: of the model, for messages.
+
+        Raises:
+            TemplateError: there is no template, or what it makes of such a message depends on the
+                turns before, or changes them.
+        """
+        self._tokenizer = tokenizer
+        self._where = f"the chat template of model.path = {path}"
+        if tokenizer.chat_template is None:
+            raise TemplateError(f"model.path = {path}: has no chat template; env needs one")
+        assert isinstance(tokenizer.eos_token_id, int), "the tokenizer has one end token"
+        self.end_token_id = tokenizer.eos_token_id
+        self._end = str(tokenizer.convert_ids_to_tokens(self.end_token_id))
+        # Text of a result that would be read as the end of its message, or as another one.
+        self._control = [
+            token for token in tokenizer.all_special_tokens if isinstance(token, str) and token
+        ]
+        for role in roles:
+            self._check(role)
+
+    def tokens(self, messages: Sequence[Message]) -> list[int]:
+        """What is appended to a turn that ended with ``end_token_id``, up to the next answer."""
+        plain = [{**one, "content": self._without_control(one["content"])} for one in messages]
+        return self._encoded(self._behind(_starts("user")[0], plain))
+
+    def _without_control(self, text: str) -> str:
+        for token in self._control:
+            # Broken after its first character, so that no part of it is a control token.
+            broken = f"{token[0]} {token[1:]}" if len(token) > 1 else " "
+            text = text.replace(token, broken)
+        return text
+
+    def _behind(self, start: list[Any], messages: Sequence[Message]) -> str:
+        """The text behind the end of an answer in a conversation that begins with ``start``."""
+        answer = {"role": "assistant", "content": _MARK}
+        whole = self._rendered([*start, answer, *messages])
+        read = self._rendered(start)
+        # The first mark: a message may hold one as well.
+        before, _, behind = whole.partition(_MARK)
+        if before != read:
+            raise TemplateError(
+                f"{self._where}: writes earlier turns otherwise once others follow"
+                f" ({before[-40:]!r}, where the model has read {read[-40:]!r}), so a policy would"
+                " be trained on other tokens than it has sampled; give the model a template that"
+                " keeps them, or set env=single"
+            )
+        if not behind.startswith(self._end):
+            raise TemplateError(
+                f"{self._where}: does not end an answer with {self._end!r}, the end token of the"
+                f" tokenizer, but with {behind[:20]!r}; correct one of them, or set env=single"
+            )
+        return behind.removeprefix(self._end)
+
+    def _check(self, role: str) -> None:
+        one = {"role": role, "content": _RESULT, "name": "tool"}
+        several = [one] if role == "user" else [one, {**one, "content": "another"}]
+        for messages in ([one], several):
+            first, *others = (self._behind(start, messages) for start in _starts(role))
+            for other in others:
+                if first != other or _RESULT not in first:
+                    raise TemplateError(
+                        f"{self._where}: what it writes of a message of the role {role} depends on"
+                        f" the turns before it ({first[:40]!r}, {other[:40]!r}), or leaves it out;"
+                        " give the model a template that does not, or set env=single"
+                    )
+            turn = self._rendered(_starts(role)[0]) + _MARK + self._end
+            apart = [*self._encoded(turn), *self._encoded(first)]
+            if apart != self._encoded(turn + first):
+                raise TemplateError(
+                    f"{self._where}: what follows {self._end!r} has other tokens by itself than"
+                    " behind it (the tokenizer adds some to each text); give the model another"
+                    " tokenizer, or set env=single"
+                )
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _rendered(self, messages: list[Any]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:
+            raise TemplateError(
+                f"{self._where}: fails at messages of an environment ({first_line(error)}); give"
+                " the model one for tools, or set env=single"
+            ) from error
+        return str(text)
+
+
+def _starts(role: str) -> tuple[list[Any], ...]:
+    """Conversations up to an answer: the shortest, and others with earlier turns."""
+    question = {"role": "user", "content": "first words"}
+    answer = {"role": "assistant", "content": "an answer"}
+    result = {"role": role, "content": "an earlier result", "name": "tool"}
+    system = {"role": "system", "content": "some words"}
+    return [question], [system, question, answer, question], [question, answer, result]

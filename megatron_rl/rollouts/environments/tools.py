@@ -1,0 +1,195 @@
+"""``env.name=tools``: Python functions that a response may call, several in a turn.
+
+A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as the chat templates of
+Qwen and Hermes models ask for it. A turn without a call ends the response. What a call returns, or
+why it failed, is a message of the role ``tool``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import operator
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.plugins import import_function
+from megatron_rl.rewards.sandbox import Sandbox, refusal
+from megatron_rl.rewards.workers.messages import reason
+from megatron_rl.rollouts.environments.base import (
+    Done,
+    Environment,
+    EnvironmentSettings,
+    Message,
+    register_environment,
+)
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_MOST_CALLS = 8  # of a turn
+_SHARE_OF_TIME = 0.8  # of env.timeout_s, for the programs of a turn together
+_LARGEST_POWER = 1000
+_OPERATORS: Mapping[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a turn. ``problem``: why it is none.
+
+    Example: ``Call("calculator", {"expression": "6*7"})``.
+    """
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def read_calls(text: str) -> list[Call]:
+    """The calls of a turn, in order; one that cannot be read has a problem."""
+    return [_read(match[1]) for match in _CALL.finditer(text)]
+
+
+def _read(text: str) -> Call:
+    try:
+        found = json.loads(text)
+        name, arguments = found["name"], found.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return Call(problem=f'write {{"name": ..., "arguments": {{...}}}} ({reason(error)})')
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return Call(problem="name is a text, arguments are an object")
+    return Call(name, arguments)
+
+
+def calculator(expression: str) -> str:
+    """Computes an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / // % ** and parentheses, such as (2 + 3) * 4.
+
+    Returns:
+        The value.
+    """
+    return str(_value(ast.parse(expression.strip(), mode="eval").body))
+
+
+def _value(node: ast.AST) -> int | float:
+    if isinstance(node, ast.Constant):
+        value = node.value
+        # A truth value is an int as well, and none that is meant.
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            if abs(right) > _LARGEST_POWER or abs(left) > 10**_LARGEST_POWER:
+                raise ValueError("the power is too large")
+            return left**right
+        if type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](left, right)
+    raise ValueError(f"{ast.unparse(node)} is no arithmetic")
+
+
+def python_tool(settings: EnvironmentSettings) -> Callable[[str], str]:
+    """The tool ``python``: a script in the sandbox of ``reward.sandbox``, each time a new one."""
+
+    def python(code: str) -> str:
+        """Runs a Python script and gives what it prints.
+
+        Args:
+            code: The script. It has the standard library, no network and no files.
+
+        Returns:
+            The output.
+        """
+        # Exceptions are shown on stdout, which is all that comes out of the sandbox.
+        program = (
+            f"import traceback\ntry:\n    exec(compile({code!r}, 'script', 'exec'),"
+            " {'__name__': '__main__'})\nexcept Exception:\n"
+            "    print(traceback.format_exc(limit=-1))\n"
+        )
+        ends_at = time.monotonic() + _SHARE_OF_TIME * settings.timeout_s / _MOST_CALLS
+        with Sandbox(
+            settings.sandbox, program, stdin="", memory_bytes=settings.memory_bytes, ends_at=ends_at
+        ) as sandbox:
+            output = sandbox.output()
+        return "error: it ran out of time or memory, or ended early" if output is None else output
+
+    return python
+
+
+def functions_of(settings: EnvironmentSettings) -> dict[str, Callable[..., Any]]:
+    """The tools of ``env.tools`` by the names that calls have. Raises ValueError for one that
+    cannot be imported."""
+    built_in = {"calculator": calculator, "python": python_tool(settings)}
+    found: dict[str, Callable[..., Any]] = {}
+    for spec in settings.tools:
+        function = built_in.get(spec) or import_function(spec, "env.tools")
+        name = spec.rpartition(":")[2]
+        if name in found:
+            raise ValueError(f"env.tools: two tools are called {name}; rename one")
+        found[name] = function
+    return found
+
+
+@register_environment("tools")
+class Tools(Environment):
+    remembers = False
+    starts_processes = True  # the sandbox of ``python``
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        super().__init__(settings)
+        self._functions = functions_of(settings)
+
+    @classmethod
+    def functions(cls, settings: EnvironmentSettings) -> Sequence[Callable[..., Any]]:
+        return list(functions_of(settings).values())
+
+    @classmethod
+    def num_calls(cls, text: str) -> int:
+        return len(read_calls(text))
+
+    @classmethod
+    def refusal(cls, settings: EnvironmentSettings) -> str | None:
+        return refusal(settings.sandbox) if "python" in settings.tools else None
+
+    def step(self, text: str, seed: int) -> Sequence[Message] | Done:
+        calls = read_calls(text)
+        if not calls:
+            return Done()
+        results = [self._result(call) for call in calls[:_MOST_CALLS]]
+        if len(calls) > _MOST_CALLS:
+            problem = f"error: a turn has at most {_MOST_CALLS} calls; the others are not made"
+            results.append(_message(calls[_MOST_CALLS], problem))
+        return results
+
+    def _result(self, call: Call) -> Message:
+        function = self._functions.get(call.name)
+        if call.problem is None and function is None:
+            return _message(call, f"error: no tool {call.name!r}; there are {[*self._functions]}")
+        if call.problem is not None or function is None:
+            return _message(call, f"error: {call.problem}")
+        try:
+            inspect.signature(function).bind(**call.arguments)
+            return _message(call, str(function(**call.arguments)))
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the call's fault, which the model is told
+            return _message(call, f"error: {reason(error)}")
+
+
+def _message(call: Call, content: str) -> Message:
+    return {"role": "tool", "name": call.name, "content": content}

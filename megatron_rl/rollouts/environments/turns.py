@@ -1,0 +1,267 @@
+"""The turns of a run's responses: asks their environments, in worker processes, what follows."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.model_config import read_json
+from megatron_rl.config.schema import Config
+from megatron_rl.errors import first_line
+from megatron_rl.plugins import loaded
+from megatron_rl.rewards.build import as_task
+from megatron_rl.rewards.workers.pool import WorkerPool
+from megatron_rl.rollouts.batch_thread import BatchThread
+from megatron_rl.rollouts.environments.base import EnvironmentSettings, environment_class
+from megatron_rl.rollouts.environments.outcomes import Outcome, turns_of
+from megatron_rl.rollouts.environments.rendering import MessageRendering
+from megatron_rl.rollouts.environments.worker import EpisodeSetup
+from megatron_rl.types import APPENDED, Completion, Prompt, Score
+
+logger = logging.getLogger(__name__)
+
+ENDS = ("done", "stop", "tokens", "turns", "seconds", "problem")
+
+
+class Waiting(NamedTuple):
+    """A response that has ended a turn.
+
+    Attributes:
+        key: Under which its outcome is told.
+        whole: All of it.
+        most_tokens: It may have in all.
+        began: When its first turn was, by ``time.monotonic``.
+    """
+
+    key: Hashable
+    prompt: Prompt
+    response: int
+    whole: Completion
+    most_tokens: int
+    began: float
+
+
+class Turns:
+    """Decides what becomes of a response whose turn has ended; one object a process.
+
+    Which responses wait, and what becomes of those that do not, every rank sees alike. ``give`` and
+    ``take`` are for the one that asks the environment, and has workers from the first call on.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, settings: EnvironmentSettings
+    ) -> None:
+        """Raises ValueError where the environment or the chat template of the model will not do."""
+        self.config: EnvironmentConfig = config.env
+        self.environment = environment_class(settings.name)
+        roles = ("tool",) if self.environment.functions(settings) else ("user",)
+        self._rendering = MessageRendering(tokenizer, roles, config.model.path)
+        self._tokenizer = tokenizer
+        self._on_problem = config.reward.on_problem
+        self._seed = config.seed
+        self._setup = EpisodeSetup(loaded(), settings)
+        self._pool: WorkerPool | None = None
+        self._num_problems = 0
+        self._spent_s = 0.0  # of env.step_timeout_s
+        self._thread = BatchThread(self._outcomes, "turns")
+
+    def asks(self, whole: Completion) -> bool:
+        """Whether the environment is to be asked: the model has ended its message."""
+        ids = whole.token_ids
+        is_sampled = bool(ids) and whole.spans[-1].version != APPENDED
+        return is_sampled and not whole.truncated and ids[-1] == self._rendering.end_token_id
+
+    def give(self, waiting: Waiting) -> None:
+        if self._pool is None:
+            self._pool = WorkerPool(
+                self._setup,
+                limit=("env.timeout_s", self.config.timeout_s),
+                num_workers=self.config.num_workers,
+                step_timeout_s=self.config.step_timeout_s,
+            )
+        self._thread.add(waiting)
+
+    def take(self) -> list[tuple[Hashable, Outcome]]:
+        """What has been answered. Raises what the workers raise, and as ``_failed``."""
+        return self._thread.take()
+
+    def forget(self) -> None:
+        """A generation has ended: drops what is not answered."""
+        self._thread.forget()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """``env.step_timeout_s`` begins again."""
+        self._spent_s = 0.0
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Before anything is given: what the thread is to call when some are answered."""
+        self._thread = BatchThread(self._outcomes, "turns", wake=wake)
+
+    def ended(self, whole: Completion) -> Outcome:
+        """Of a response that its engine has ended without the end of a message."""
+        return self._over(whole, "tokens" if whole.truncated else "stop")
+
+    def _outcomes(self, waiting: list[Waiting]) -> list[tuple[Hashable, Outcome]]:
+        """In the thread."""
+        items = []
+        for one in waiting:
+            turns = [self._text(ids) for ids in turns_of(one.whole)]
+            seed = episode_seed(self._seed, one.prompt.uid, one.response)
+            items.append((as_task(one.prompt, lambda prompt: prompt.text), seed, turns))
+        replies = self._replies(items)
+        return [
+            (one.key, self._outcome(one, reply))
+            for one, reply in zip(waiting, replies, strict=True)
+        ]
+
+    def _replies(self, items: list[Any]) -> list[dict[str, Any]]:
+        """What the workers say, within what is left of ``env.step_timeout_s``."""
+        assert self._pool is not None
+        left_s = self.config.step_timeout_s - self._spent_s
+        if left_s <= 0:
+            key = f"env.step_timeout_s = {self.config.step_timeout_s:g} s"
+            return [{"problem": f"{key} was used up before its turn"} for _ in items]
+        began_s = time.monotonic()
+        replies = self._pool.judge(items, left_s)
+        self._spent_s += time.monotonic() - began_s
+        return replies
+
+    def _outcome(self, waiting: Waiting, reply: dict[str, Any]) -> Outcome:
+        whole = waiting.whole
+        if reply.get("problem") is not None:
+            return self._over(whole, "problem", self._failed(waiting.prompt, reply["problem"]))
+        if "done" in reply:
+            return self._over(whole, "done", _score(reply["done"]))
+        tokens = self._rendering.tokens(reply["messages"])
+        if len(turns_of(whole)) >= self.config.max_turns:
+            return self._over(whole, "turns")
+        # One more at least is to be sampled behind them.
+        if len(whole.token_ids) + len(tokens) >= waiting.most_tokens:
+            return self._over(whole, "tokens")
+        most_s = self.config.max_seconds
+        if most_s is not None and time.monotonic() > waiting.began + most_s:
+            return self._over(whole, "seconds")
+        return Outcome(tokens)
+
+    def _over(self, whole: Completion, why: str, score: Score | None = None) -> Outcome:
+        if score is None and self.environment.gives_reward:
+            score = Score(0.0, correct=False)
+        turns = turns_of(whole)
+        num_calls = sum(self.environment.num_calls(self._text(ids)) for ids in turns)
+        facts = {"turns": float(len(turns)), "tool_calls": float(num_calls)}
+        facts |= {f"ended_by/{end}": float(end == why) for end in ENDS}
+        return Outcome((), why in ("tokens", "turns", "seconds"), score, facts)
+
+    def _failed(self, prompt: Prompt, problem: str) -> Score:
+        """``reward.on_problem`` for an environment that gave no answer.
+
+        Raises:
+            ValueError: it is stop.
+        """
+        if self._on_problem == "stop":
+            raise ValueError(
+                f"reward.on_problem = stop: the environment of {prompt.uid} failed: {problem};"
+                " correct it or its limits, or set reward.on_problem=exclude"
+            )
+        if not self._num_problems:
+            logger.warning(
+                "the environment of a response to %s failed: %s (logged once; see"
+                " reward/excluded_share)",
+                prompt.uid,
+                problem,
+            )
+        self._num_problems += 1
+        if self._on_problem == "exclude":
+            return Score(0.0, False, problem=problem)
+        return Score(0.0, False, {"accuracy": 0.0, "verifier_problem": 1.0})
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _score(done: dict[str, Any]) -> Score | None:
+    if not done:
+        return None
+    accuracy = done["accuracy"]
+    return Score(done["reward"], accuracy == 1, {"accuracy": accuracy, **done["parts"]})
+
+
+def episode_seed(seed: int, prompt_uid: str, response: int) -> int:
+    """Of the environment of one response (62 bits)."""
+    text = f"environment/{seed}/{prompt_uid}/{response}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | None:
+    """Before the prompts are read: from here on ``tokenizer`` shows the tools wherever it renders
+    messages. None: a response has one turn.
+
+    Raises:
+        ValueError: there is no such environment or tool, it does not work on this machine, a tool
+            lacks the docstring that the model is shown, or the chat template will not do.
+    """
+    if not config.env.has_turns:
+        return None
+    env = config.env
+    settings = EnvironmentSettings(
+        env.name,
+        env.tools,
+        env.timeout_s,
+        int(env.memory_gib * 2**30),
+        env.max_message_characters,
+        config.reward.sandbox,
+    )
+    if not config.data.apply_chat_template:
+        raise ValueError(
+            f"env.name = {env.name}: with data.apply_chat_template = false no message has an end;"
+            " set it to true, or env=single"
+        )
+    file = Path(config.model.path) / "config.json"
+    if file.is_file() and "vision_config" in read_json(file):
+        raise ValueError(
+            f"env.name = {env.name}: model.path = {config.model.path} is a vision-language model,"
+            " for which several turns are not built; give a model of text, or set env=single"
+        )
+    environment = environment_class(env.name)
+    problem = environment.refusal(settings)
+    if problem is not None:
+        raise ValueError(f"env.tools: {problem}")
+    functions = environment.functions(settings)
+    if functions:
+        _show_tools(tokenizer, functions)
+    return Turns(config, tokenizer, settings)
+
+
+def needs_reward(turns: Turns | None) -> bool:
+    """Whether the reward of the run judges responses."""
+    return turns is None or not turns.environment.gives_reward
+
+
+def _show_tools(
+    tokenizer: PreTrainedTokenizerBase, functions: Sequence[Callable[..., Any]]
+) -> None:
+    schemas: list[Any] = []
+    for function in functions:
+        try:
+            schemas.append(get_json_schema(function))
+        except Exception as error:
+            raise ValueError(
+                f"env.tools: {function} has no schema ({first_line(error)}); give its arguments"
+                " type hints, and a docstring with a line for each below Args:"
+            ) from error
+    render = tokenizer.apply_chat_template
+
+    def with_tools(*arguments: Any, **more: Any) -> Any:
+        return render(*arguments, tools=schemas, **more)
+
+    setattr(tokenizer, "apply_chat_template", with_tools)  # noqa: B010 (a method for mypy)

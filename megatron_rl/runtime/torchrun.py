@@ -1,0 +1,39 @@
+"""torchrun without its box: ``python -m megatron_rl.runtime.torchrun`` takes torchrun's arguments.
+
+A rank of this program prints its error itself, once (``guard/failure.py``); torchrun prints it
+again below a traceback of its own. Here that is left out. What no rank could say, such as its end
+by a signal, is shown by torchrun as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import parse_args, run
+
+_NO_ERROR_FILE = "<N/A>"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with the status of the first rank that failed."""
+    # "Sending process ... closing signal", "failed (exitcode: 1) ...": the rank has said why.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(argv))
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        if not said(first):
+            raise
+        sys.exit(first.exitcode)
+
+
+def said(failure: ProcessFailure) -> bool:
+    """Whether the rank has reported its error: it has written the file that torchrun reads."""
+    return failure.exitcode > 0 and failure.error_file != _NO_ERROR_FILE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``python -m megatron_rl.watch``: a run in the terminal."""

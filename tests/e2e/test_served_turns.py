@@ -1,0 +1,28 @@
+"""Several turns on vLLM servers: as those of engines in the trainer, whoever serves."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import test_servers
+from tests.e2e.test_servers import steps_of
+from tests.e2e.turns import write_turns
+
+servers, register = test_servers.servers, test_servers.register
+pytestmark = pytest.mark.full
+
+
+def test_turns_are_those_of_the_colocated_engine_and_the_same_whoever_serves(folder, register):
+    letters = write_turns(folder / "letters")
+    more = ["--plugin", str(letters / "letters.py"), f"model.path={letters / 'model'}"]
+    more += ["env.name=letters", "reward.max_excluded_share=0.5", "trainer.num_steps=4"]
+    register(0, folder / "several_servers")
+    steps = steps_of(folder / "several_servers", *more, "source.staleness=0")
+    colocated = ("source=colocated", "source.staleness=0")
+    assert steps == steps_of(folder / "several_colocated", *more, *colocated)
+    assert all(row["environment/turns"] > 1.1 for row in steps)
+    register(0, folder / "several_alone")
+    register(0, folder / "several_two")
+    register(1, folder / "several_two")
+    alone = steps_of(folder / "several_alone", *more)
+    assert steps_of(folder / "several_two", *more) == alone

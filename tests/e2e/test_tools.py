@@ -1,0 +1,123 @@
+"""Several turns on the real engines: sampler and policy agree on every sampled token, planted
+mistakes are found, and a run that was killed ends as one that was not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_rl.reporting.metrics import defined
+from tests.e2e.toy import rows, timeless
+from tests.e2e.turns import BOUND, words_of_turns, write_turns
+from tests.launch import REPO, end, launch, torchrun
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+KILLS = 4
+CALLS_BEFORE = (60, 140)  # of environments, since a start; a step has about 80
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_turns(tmp_path_factory.mktemp("turns"))
+
+
+def train(place: Path, name: str, *more: str) -> Path:
+    run_dir = place / name
+    launch("megatron_rl.train", 2, words_of_turns(place, run_dir, *more), 400)
+    return run_dir
+
+
+def gaps(tensors: dict[str, Tensor], sampled: Tensor) -> Tensor:
+    """Of each token that counts as sampled, how far sampler and policy are apart."""
+    old, sampler = tensors["old_logprobs"], tensors["sampler_logprobs"]
+    return (old - sampler)[sampled].abs()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        # Prompts are shared and sequences packed, but where it says otherwise.
+        ("tensor", ()),
+        ("data", ("parallel=single", "rollout.tensor=1")),
+        ("pipeline", ("parallel=pp2", "rollout.tensor=1")),
+        ("unshared", ("batch.share_prompts=false",)),
+    ],
+)
+def test_sampler_and_policy_agree_over_turns(place: Path, name: str, layout: Sequence[str]) -> None:
+    run_dir = train(
+        *(place, name, "trainer.num_steps=3", "method.kl.coef=0.01"),
+        *("nonfinite.bundle_step=1", "trainer.epochs_per_rollout=2", *layout),
+    )
+    steps = [row for row in rows(run_dir) if row["step"]]
+    for row in steps:
+        assert [key for key in row if not defined(key)] == []
+        assert row["mismatch/logprob_abs_diff_max"] <= BOUND
+        assert row["environment/turns"] > 2 and row["optim/grad_norm"] > 0
+    assert sum(row["reward/excluded_share"] for row in steps) > 0, "an environment has failed"
+    (file,) = (run_dir / "nonfinite" / "step_000001").rglob("batch.safetensors")
+    tensors = load_file(file)
+    sampled = tensors["sampled"]
+    parts = sampled.split(tensors["response_lengths"].tolist())
+    num_turns = [int((~part[:-1] & part[1:]).sum()) + 1 for part in parts]
+    assert max(num_turns) >= 3
+    assert int(tensors["num_sampled"].sum()) <= int(sampled.sum()) < len(sampled)
+    assert gaps(tensors, sampled).max() <= BOUND
+    # Planted: each token appended counts, all is one index off, and so is one response alone.
+    assert gaps(tensors, torch.ones_like(sampled)).max() > 100 * BOUND
+    assert gaps(tensors, sampled.roll(1)).max() > 100 * BOUND
+    assert gaps(tensors, sampled.roll(-1)).max() > 100 * BOUND
+
+
+def killed_in_a_call(place: Path, number: int, *more: str) -> None:
+    """Starts the run ``killed``, and kills all of it while an environment answers: the
+    ``number``-th time that one is asked."""
+    (place / "hang_at").write_text(str(number))
+    command = torchrun("megatron_rl.train", 2) + words_of_turns(place, place / "killed", *more)
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    with (place / "killed.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 200
+        while not (place / "hangs").exists():
+            assert process.poll() is None, (place / "killed.log").read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    finally:
+        end(process)
+        for name in ("hang_at", "hangs", "calls"):
+            (place / name).unlink(missing_ok=True)
+
+
+def test_a_run_that_was_killed_in_calls_continues_bit_for_bit(place: Path) -> None:
+    """And what it has learned is evaluated, and shown, in turns."""
+    more = ("trainer.num_steps=6", "checkpoint.every_steps=1", "evaluation.at_end=true")
+    whole = train(place, "whole", *more)
+    rng = random.Random(0)
+    for _ in range(KILLS):
+        killed_in_a_call(place, rng.randint(*CALLS_BEFORE), *more)
+    killed = train(place, "killed", *more)
+    assert [timeless(row) for row in rows(killed)] == [timeless(row) for row in rows(whole)]
+    weights = [load_file(path / "export" / "model.safetensors") for path in (whole, killed)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    plugin = ["--plugin", str(place / "letters.py")]
+    launch("megatron_rl.evaluate", 2, [*plugin, whole], 200)
+    (row,) = rows(whole / "evaluation")
+    last = rows(whole)[-1]
+    assert row["eval/accuracy"] == last["eval/accuracy"]
+    assert row["eval/response_tokens_mean"] == last["eval/response_tokens_mean"]
+    shown = launch("megatron_rl.sample", 2, [*plugin, whole], 200)
+    assert "of 4 answers are correct" in shown.stdout

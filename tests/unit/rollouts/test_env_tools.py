@@ -1,0 +1,96 @@
+"""Tools: what a call is, what comes back, and what the model is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings
+from megatron_rl.rollouts.environments.tools import Tools, calculator, functions_of, read_calls
+
+OWN = '''
+def twice(number: int) -> int:
+    """Doubles.
+
+    Args:
+        number: Any.
+    """
+    return 2 * number
+'''
+
+
+def settings(*tools: str) -> EnvironmentSettings:
+    return EnvironmentSettings("tools", tools, 1.0, 1 << 30, 100, "bubblewrap")
+
+
+def call(text: str) -> str:
+    return f"<tool_call>{text}</tool_call>"
+
+
+def test_calls_are_read_in_order_and_a_bad_one_says_why() -> None:
+    calls = read_calls(
+        'I compute. <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call> and '
+        + call('{"name": "b"}')
+        + call("{'name': 1}")
+        + call('{"name": 3, "arguments": {}}')
+        + '<tool_call>{"name": "cut"'
+    )
+    assert [(one.name, dict(one.arguments)) for one in calls[:2]] == [("a", {"x": 1}), ("b", {})]
+    assert [one.problem is None for one in calls] == [True, True, False, False, False]
+    assert read_calls("no call at all") == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("6*7", "42"),
+        ("(2 + 3) * 4", "20"),
+        ("7 // 2 - -1", "4"),
+        ("2**10 % 1000", "24"),
+        ("1/4", "0.25"),
+    ],
+)
+def test_the_calculator(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["__import__('os')", "True + 1", "9**9**9", "'a'*3", "1/0", "1 +", "x", "1j"]
+)
+def test_the_calculator_refuses_what_is_no_arithmetic(expression: str) -> None:
+    with pytest.raises((ValueError, ZeroDivisionError, SyntaxError)):
+        calculator(expression)
+
+
+def test_results_and_errors_are_messages_of_the_tool(tmp_path) -> None:
+    (tmp_path / "own_tool.py").write_text(OWN)
+    tools = Tools(settings("calculator", f"{tmp_path}/own_tool.py:twice"))
+    text = "".join(
+        [
+            call('{"name": "calculator", "arguments": {"expression": "6*7"}}'),
+            call('{"name": "twice", "arguments": {"number": 4}}'),
+            call('{"name": "twice", "arguments": {"amount": 4}}'),
+            call('{"name": "thrice", "arguments": {}}'),
+            call('{"name": "calculator", "arguments": {"expression": "1/0"}}'),
+        ]
+    )
+    found = tools.step(text, 0)
+    assert not isinstance(found, Done)
+    contents = [message["content"] for message in found]
+    assert contents[:2] == ["42", "8"]
+    for words, content in zip(("missing", "no tool 'thrice'", "Zero"), contents[2:], strict=True):
+        assert content.startswith("error: ") and words in content
+    assert [message["name"] for message in found[:2]] == ["calculator", "twice"]
+    assert {message["role"] for message in found} == {"tool"}
+    assert tools.step("the answer is 42", 0) == Done()
+    assert Tools.num_calls(text) == 5
+    many = tools.step(call('{"name": "twice", "arguments": {"number": 1}}') * 10, 0)
+    assert not isinstance(many, Done)
+    assert [message["content"][:21] for message in many] == ["2"] * 8 + ["error: a turn has at "]
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path) -> None:
+    (tmp_path / "other_tool.py").write_text(OWN.replace("twice", "calculator"))
+    with pytest.raises(ValueError, match="two tools are called calculator"):
+        functions_of(settings("calculator", f"{tmp_path}/other_tool.py:calculator"))
+    with pytest.raises(ValueError, match=r"env\.tools"):
+        functions_of(settings("nowhere.module:function"))

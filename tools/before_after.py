@@ -1,0 +1,136 @@
+"""Greedy answers to a few held-out prompts, before and after a run, through transformers.
+
+    python tools/before_after.py RUN
+
+RUN is the folder of a run that has an export. ``right`` is said by the verifier of the prompt. With
+an environment the whole conversation is shown, and the last turn is judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import Config, DataConfig, RewardConfig
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.tokenizer import load_tokenizer, text_of
+from megatron_rl.rewards.build import build_reward
+from megatron_rl.rollouts.environments.outcomes import Outcome, appended, last_turn
+from megatron_rl.rollouts.environments.turns import Turns, Waiting, turns_of_run
+from megatron_rl.rollouts.store import joined
+from megatron_rl.run.start import values_of_run
+from megatron_rl.types import Completion, Prompt
+
+NUM_PROMPTS = 5
+SHOWN_CHARACTERS = 100  # the end of a prompt, where toy tasks have what differs
+MARKUP = re.compile(r"<\|[^|]*\|>(system|user|assistant)?")
+
+
+def chosen(prompts: list[Prompt]) -> list[Prompt]:
+    """The first prompt of every data source, then the second ones, and so on."""
+    by_source: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_source[prompt.data_source].append(prompt)
+    rounds = itertools.zip_longest(*by_source.values())
+    in_turn = [prompt for row in rounds for prompt in row if prompt is not None]
+    return in_turn[:NUM_PROMPTS]
+
+
+def answers(
+    path: Path, prompts: list[Prompt], max_tokens: int, turns: Turns | None
+) -> list[Completion]:
+    """Of the model in a directory. ``turns``: of the run, None where a response has one."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        whole = continued(model, prompt, None, max_tokens)
+        while turns is not None and turns.asks(whole):
+            outcome = answered(turns, Waiting(0, prompt, 0, whole, max_tokens, time.monotonic()))
+            if outcome.is_over:
+                break
+            whole = continued(model, prompt, appended(whole, outcome.tokens), max_tokens)
+        found.append(whole)
+    return found
+
+
+@torch.no_grad()
+def continued(
+    model: PreTrainedModel, prompt: Prompt, so_far: Completion | None, max_tokens: int
+) -> Completion:
+    """``so_far`` with what the model says behind it."""
+    there = [] if so_far is None else list(so_far.token_ids)
+    asked = torch.tensor([[*prompt.token_ids, *there]])
+    made = model.generate(
+        input_ids=asked,
+        attention_mask=torch.ones_like(asked),
+        max_new_tokens=max_tokens - len(there),
+        do_sample=False,
+    )
+    new = made[0, asked.shape[1] :].tolist()
+    # No sampler has drawn it: the logprobs are read by nobody.
+    return joined(so_far, Completion(new, [0.0] * len(new), False, 0))
+
+
+def answered(turns: Turns, waiting: Waiting) -> Outcome:
+    """What the environment makes of a turn."""
+    turns.give(waiting)
+    while not (told := turns.take()):
+        time.sleep(0.01)
+    ((_, outcome),) = told
+    return outcome
+
+
+def main() -> None:
+    disable_progress_bar()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path)
+    run = parser.parse_args().run
+    values = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    # Not the whole configuration: its method may be of a plug-in.
+    data = validate(DataConfig, values["data"], "data")
+    reward = build_reward(validate(RewardConfig, values["reward"], "reward"))
+    model, rollout = Path(values["model"]["path"]), values["rollout"]
+    tokenizer = load_tokenizer(model)
+    turns = None
+    if values["env"]["name"] != "single":
+        turns = turns_of_run(validate(Config, values_of_run(run), "the settings"), tokenizer)
+    decode = text_of(tokenizer)
+    prompts = chosen(load_prompts(data.eval, data, tokenizer, rollout["max_prompt_tokens"]))
+    reward.check(prompts)
+    columns = []
+    for path in (model, run / "export"):
+        whole = answers(path, prompts, rollout["max_response_tokens"], turns)
+        judged = [decode(last_turn(each)) for each in whole]
+        scores = reward.score(prompts, judged, [False] * len(judged))
+        right = ["right" if score.correct else "wrong" for score in scores]
+        texts = [" ".join(decode(each.token_ids).split()) for each in whole]
+        columns.append([f"{text} ({word})" for text, word in zip(texts, right, strict=True)])
+    reward.close()
+    print("held-out prompts, answered greedily before and after:")
+    for prompt, before, after in zip(prompts, *columns, strict=True):
+        text = " ".join(MARKUP.sub(" ", prompt.text).split())
+        cut = (
+            text
+            if len(text) <= SHOWN_CHARACTERS
+            else f"... {text[-SHOWN_CHARACTERS:].partition(' ')[2]}"
+        )
+        print(f"  {cut}\n    {before:20} -> {after}")
+
+
+if __name__ == "__main__":
+    main()
