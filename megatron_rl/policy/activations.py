@@ -40,17 +40,20 @@ def layer_activations(
     ``element``: bytes of a number; ``fused``: layers of Transformer Engine (else megatron's own
     with torch's norm and attention).
 
-    Per token: for each of two norms its input and its output (unfused: the input twice in float32,
-    and the output), queries, keys, values and the attention's output (unfused: that twice, and the
-    rotary tables), and ``feed_forward_activations``. Tensor ranks share what they split; with
-    sequence parallelism also the norms. Full recomputation keeps the layer's input only. With
-    selective recomputation fused layers run the second norm again too, and keep its input only.
+    Per token: for each of two norms its input and its output (unfused, in 16 bits: the input twice
+    in float32, and the output), queries, keys, values and the attention's output (unfused: that
+    twice, and the rotary tables), and ``feed_forward_activations``. Tensor ranks share what they
+    split; with sequence parallelism also the norms. Full recomputation keeps the layer's input
+    only. With selective recomputation fused layers run the second norm again too, and keep its
+    input only.
     """
     tensor = parallel.tensor
     shared = tensor if parallel.sequence else 1
     if parallel.recompute == "full":
         return tokens * arch.hidden_size * element // shared
-    norm_bytes = 2 * element if fused else 2 * 4 + element
+    norm_bytes = 2 * element
+    if not fused and element < FLOAT32_BYTES:
+        norm_bytes = 2 * FLOAT32_BYTES + element
     norms = 2 * arch.hidden_size * norm_bytes / shared
     if parallel.recompute == "selective" and fused:
         norms -= arch.hidden_size * element / shared

@@ -74,8 +74,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_trainer(config: Config, world: World, display: Display) -> Trainer:
-    """Collective. Everything that can be wrong with the input is read before policy and engine are
-    built, which takes long."""
+    """Collective. All input that can be wrong is read before policy and engine are built."""
     stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
     turns = turns_of_run(config, tokenizer)
@@ -89,9 +88,8 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     method, signals = build_method(config, data)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
     demonstrations = build_demonstrations(config, method, data, tokenizer, world)
-    loader = training_stream(data, config)
     folder = RunFolder(config, world, display, signals)
-    start = folder.prepare(data_fingerprint(loader.state()))
+    start = folder.prepare(data_fingerprint(training_stream(data, config).state()))
     if config.logging.rank_files and not world.is_main:
         log_to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
     world.from_main(lambda: check_before_build(config, start, signals.needs("ref")))

@@ -33,8 +33,10 @@ from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, rows, samples, timeless
 
 NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
-# They read of a pass what the bandit has not: images, a prompt's logprobs, other tokens'.
-NOT_OF_A_BANDIT = {"arm", "durian", "durian_perceptual", "score_centered", "simko"}
+# They read what the bandit has not: images, other tokens' logprobs, a teacher, demonstrations.
+NOT_OF_A_BANDIT = {
+    *("arm", "durian", "durian_perceptual", "opd", "opd_top_k", "score_centered", "sft", "simko"),
+}
 NEEDS_A_LENGTH = {
     **{name: ["aggregate.norm_len=3"] for name in ("a_grae_dr_grpo", "dr_grpo", "siren")},
     "dapo": ["reward_shaping.overlong.max_tokens=4"],
@@ -124,7 +126,8 @@ def judged_rows(step: Sequence, failed: Sequence[int], min_group: int) -> list[i
 
 
 def gradient_of(name: str, step: Sequence, whole: TokenBatch, rows: list[int]) -> torch.Tensor:
-    """Of the logprobs of ``rows``, where the step has no others."""
+    """Of the logprobs of ``rows``, where the step has no others: of the sampled tokens, then of the
+    likely ones, where the loss reads them."""
     method = load_method(name, response_limit=LIMIT)
     of_all = response_batch(list(step))
     at = torch.tensor(rows)
@@ -145,6 +148,10 @@ def gradient_of(name: str, step: Sequence, whole: TokenBatch, rows: list[int]) -
     fields = ("logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs", "loss_mask")
     of_tokens = {field: getattr(whole, field).detach()[here] for field in fields}
     logprobs = of_tokens["logprobs"].requires_grad_()
+    leaves = [logprobs]
+    of_columns = {name: values.detach()[here] for name, values in whole.token_columns.items()}
+    if "likely_logprobs" in of_columns:
+        leaves.append(of_columns["likely_logprobs"].requires_grad_())
     columns = {column: chosen(values) for column, values in whole.columns.items()}
     columns["end_index"] = torch.arange(len(rows))
     batch = replace(
@@ -155,14 +162,11 @@ def gradient_of(name: str, step: Sequence, whole: TokenBatch, rows: list[int]) -
         response_index=torch.searchsorted(at, whole.response_index[here]),
         advantages=credit.advantages,
         kl_weights=credit.kl_weights,
-        token_columns={
-            column: values.detach()[here] for column, values in whole.token_columns.items()
-        },
+        token_columns=of_columns,
         columns=columns,
     )
     method.loss(batch).loss.backward()
-    assert logprobs.grad is not None
-    return logprobs.grad
+    return torch.cat([leaf.grad.flatten() for leaf in leaves if leaf.grad is not None])
 
 
 class MarkedEngine(BanditEngine):
