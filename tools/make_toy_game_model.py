@@ -5,8 +5,8 @@ the games, for runs on a CPU. Nothing is downloaded.
     torchrun --standalone --nproc-per-node 2 tools/make_toy_game_model.py --out DIR
 
 The game is that of examples/game_cpu/game.py. A share of the guesses that the model is shown
-(``--right``) goes with all hints so far; the others say the last number again. DIR also holds ``games.jsonl``
-and ``held_out.jsonl``; the number to be guessed does not follow from a prompt.
+(``--right``) goes with all hints so far; the others say the last number again. DIR also holds
+``games.jsonl`` and ``held_out.jsonl``; no prompt tells its number.
 """
 
 from __future__ import annotations
