@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,3 +162,23 @@ def test_a_run_that_was_killed_in_calls_continues_bit_for_bit(place: Path) -> No
     assert row["eval/response_tokens_mean"] == last["eval/response_tokens_mean"]
     shown = launch("megatron_rl.sample", 2, [*plugin, whole], 200)
     assert "of 4 answers are correct" in shown.stdout
+    assert "add env.name=single" in talked(*plugin, str(whole), "--chat")
+    lines = talked(*plugin, str(whole), "--chat", "env.name=single").splitlines()
+    assert sum(line.startswith("you: model: ") for line in lines) == 2, lines
+
+
+def talked(*words: str) -> str:
+    """What is printed in a conversation of two messages."""
+    command = [sys.executable, "-m", "megatron_rl.sample", *words]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        command,
+        input="a\nb\n\n",
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env=environment,
+        timeout=200,
+        check=False,
+    )
+    return done.stdout + done.stderr
