@@ -11,7 +11,6 @@ gives the reward. Prompts with images
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -29,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config, DataConfig, RewardConfig
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
@@ -153,9 +153,7 @@ def draw(prompts: list[Prompt], before: list[str], after: list[str], file: Path)
 
 def main() -> None:
     disable_progress_bar()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("run", type=Path)
     add_plugin_option(parser)
     options = parser.parse_args()
