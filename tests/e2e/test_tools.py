@@ -163,7 +163,8 @@ def test_a_run_that_was_killed_in_calls_continues_bit_for_bit(place: Path) -> No
     shown = launch("megatron_rl.sample", 2, [*plugin, whole], 200)
     assert "of 4 answers are correct" in shown.stdout
     assert "add env.name=single" in talked(*plugin, str(whole), "--chat")
-    lines = talked(*plugin, str(whole), "--chat", "env.name=single").splitlines()
+    more = ("env.name=single", "rollout.max_prompt_tokens=40", "rollout.max_response_tokens=8")
+    lines = talked(*plugin, str(whole), "--chat", *more).splitlines()
     assert sum(line.startswith("you: model: ") for line in lines) == 2, lines
 
 
