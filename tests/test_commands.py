@@ -198,11 +198,18 @@ def make_vision(place: Path) -> None:
 
 
 def make_tools(place: Path) -> None:
-    """Toy model of examples/tools_cpu, less trained than by its run.sh."""
-    maker = f"{place}/repository/.venv/bin/python tools/make_toy_tools_model.py"
-    start(place, f"{maker} --out {place}/calling --steps 2", Run())
-    names = ("make_toy_tools_model", "make_toy_model")
-    linked(place, f"toy_tools_model-{digest_of(names)}", place / "calling")
+    """Toy models of examples/tools_cpu and game_cpu, less trained than by their run.sh."""
+    makers = {
+        "toy_tools_model": ("make_toy_tools_model", "make_toy_model"),
+        "toy_game_model": (
+            *("make_toy_game_model", "make_toy_model", "make_toy_tools_model"),
+            "../examples/game_cpu/game",
+        ),
+    }
+    for (name, files), folder in zip(makers.items(), ("calling", "guessing"), strict=True):
+        maker = f"{place}/repository/.venv/bin/python tools/{files[0]}.py"
+        start(place, f"{maker} --out {place}/{folder} --steps 2", Run())
+        linked(place, f"{name}-{digest_of(files)}", place / folder)
 
 
 def digest_of(names: Sequence[str]) -> str:
