@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.game_cpu.game import LARGEST, Guess
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts
@@ -49,9 +50,7 @@ SETTINGS = EnvironmentSettings("guess", (), 1.0, 1 << 30, 2000, "bubblewrap")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory to write; must not exist")
     add("--layers", type=int, default=2)
