@@ -76,6 +76,7 @@ class Claim(Strict):
     says: str  # the paper
     expected: str  # at this scale, and why
     about: tuple[str, ...] = ()  # methods whose cards name it, beside those of its cells
+    experiment: Literal["lab", "lab_exact"] = "lab"
     lab: tuple[str, ...] = ()  # options of its make.py
     train_on: tuple[str, ...] = ()  # kinds of prompts; the others are only held out; () = all
     plugin: Path | None = None  # what the runs load; a file of the claim's folder
@@ -96,6 +97,11 @@ class Claim(Strict):
                 if cell not in self.cells:
                     raise ValueError(f"{check.metric}: no cell {cell}; there are {[*self.cells]}")
         return self
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether held-out accuracy is computed from the weights, not sampled."""
+        return self.experiment == "lab_exact"
 
     @property
     def metrics(self) -> list[str]:

@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from examples.claims.lab.exact import measured
 from megatron_rl.reporting.metrics_file import is_held_out, read_metrics, series
 from megatron_rl.sweeping.running import CONSOLE
 from tools.claim_checks import Claim, Outcome, Runs, outcome, overall, read_claim, tally
@@ -94,7 +95,7 @@ def train(claim: Claim, out: Path, made: Path, parallel: int, more: Sequence[str
         command += ["--parallel", str(parallel)]
         command += ["--plugin", str(claim.plugin)] if claim.plugin else []
         command += ["--out", str(folder), "--config-dir", str(LAB / "conf")]
-        command += ["experiment=lab", f"model.path={made / 'model'}"]
+        command += [f"experiment={claim.experiment}", f"model.path={made / 'model'}"]
         command += [f"data.{name}={file}" for name, file in files.items()]
         command += [f"reward.function={LAB / 'tasks.py'}:score", *own, f"seed={seeds}", *more]
         _run(command)
@@ -110,17 +111,19 @@ def collect(claim: Claim, out: Path) -> list[dict[str, Any]]:
     for cell, overrides in claim.cells.items():
         folder = cell_folder(out, claim, overrides)
         for seed in range(1, claim.num_seeds + 1):
-            of_run = _of_run(folder / f"seed-{seed}", claim.metrics)
+            of_run = _of_run(folder / f"seed-{seed}", claim)
             rows.append({"cell": cell, "seed": seed, **of_run})
     return rows
 
 
-def _of_run(run: Path, metrics: Sequence[str]) -> dict[str, Any]:
+def _of_run(run: Path, claim: Claim) -> dict[str, Any]:
     rows = read_metrics(run / "metrics.jsonl")
+    held_out = measured(run) if claim.is_exact else rows
+    metrics = claim.metrics
     saved = json.loads((run / "config.json").read_text("utf-8"))
     kept = {}
     for metric in dict.fromkeys([*metrics, *ALWAYS]):
-        steps, values = series(rows, metric)
+        steps, values = series(held_out if is_held_out(metric) else rows, metric)
         if not steps and metric in metrics:
             raise ValueError(f"{run}: has no {metric}; correct `checks` and `curves`")
         if not steps:
