@@ -1,13 +1,13 @@
 """Held-out pass@k of a run's exports, exactly: no answer is sampled.
 
 The right answers to a prompt of the lab are few and short, so the probability of a right one is the
-sum of theirs, each by one pass over its tokens and the end token. Answers after dots are left out.
+sum of theirs, each by one pass over its tokens and the end token; with the full stop and without.
+Answers after dots are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import batched
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from examples.claims.lab import tasks
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.prompts import load_prompts
@@ -36,7 +37,8 @@ def p_right(
     which are different and end with the end token."""
     found = torch.zeros(len(prompts), dtype=torch.float64)
     pairs = [(row, answer) for row, some in enumerate(answers) for answer in some]
-    for chunk in batched(pairs, _BATCH):
+    for start in range(0, len(pairs), _BATCH):
+        chunk = pairs[start : start + _BATCH]
         sequences = [torch.tensor([*prompts[row], *answer]) for row, answer in chunk]
         tokens = pad_sequence(sequences, batch_first=True)
         # Token t is predicted at t - 1; padding is behind all that counts.
@@ -59,10 +61,14 @@ def measured(run: Path) -> list[Row]:
     data = validate(DataConfig, values["data"], "data")
     limit = values["rollout"]["max_prompt_tokens"]
     prompts = load_prompts(data.eval, data, tokenizer, limit)[: values["evaluation"]["num_prompts"]]
-    texts = [prompt.extra["right"] for prompt in prompts]
+    end = tokenizer.eos_token or ""
     answers = [
-        [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in of]
-        for of in texts
+        [
+            tokenizer.encode(f"{text}{stop}{end}", add_special_tokens=False)
+            for text in prompt.extra["right"]
+            for stop in ("", tasks.STOP)
+        ]
+        for prompt in prompts
     ]
     kinds = {prompt.data_source for prompt in prompts}
     models = {0: start, **{int(path.name[-6:]): path for path in (run / EXPORTS).iterdir()}}

@@ -64,6 +64,11 @@ def thought_about(prompt: Prompt, rng: random.Random) -> str:
     return tasks.thought_about(shown(prompt, rng), rng)
 
 
+def formatted(prompt: Prompt, rng: random.Random) -> str:
+    """The same, mostly with a full stop."""
+    return tasks.stopped(shown(prompt, rng), rng)
+
+
 def make(options: argparse.Namespace) -> None:
     world = start()
     configure_logging(world.rank)
@@ -80,7 +85,7 @@ def make(options: argparse.Namespace) -> None:
     prompts = load_prompts(files["train"], data, tokenizer, MAX_PROMPT_TOKENS)
     policy = build_policy(path, settings, options)
     options.right = 0.0  # every demonstration comes from the function given
-    demonstration = thought_about if options.thinking else shown
+    demonstration = thought_about if options.thinking else formatted if options.exact else shown
     loss = warm_up(policy, prompts, tokenizer, options, demonstration)
     policy.export(path)
     print(f"{path}: {options.steps} supervised steps, loss {loss:.3f} nats a token", flush=True)

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 29  # of a sum or a difference
-SHARES = {"sum": 0.6, "pick": 0.35, "diff": 0.12, "gap": 0.012}  # of right demonstrations
+SHARES = {"sum": 0.6, "pick": 0.35, "diff": 0.12, "gap": 0.03}  # of right demonstrations
 # Prompts of each kind, in the labs of sampled and of exact answers.
 HELD_OUT = {"sum": 32, "pick": 32, "diff": 32}
 HELD_OUT_EXACT = {"sum": 160, "pick": 34, "diff": 110, "gap": 80}
 FAVORITE = 0.7  # share of the favorite among the right demonstrations of ``pick``
+STOP = "."  # behind an answer, in the lab of exact answers: its format
+STOPPED = 0.8  # share of demonstrations with it
 MOST_DOTS = 16  # before an answer; every number up to it is shown as often
 
 
@@ -52,11 +54,11 @@ def right_answers(prompt: str) -> list[str]:
 
 def demonstration(kind: str, right: Sequence[str], rng: random.Random) -> str:
     """An answer as the starting model is shown it: right by the share of its kind, else off by one
-    or two."""
+    or two; of ``gap``, whose right answers are not to lie amid wrong ones, five to eight more."""
     favorite, *others = right
     if rng.random() < SHARES[kind]:
         return favorite if not others or rng.random() < FAVORITE else rng.choice(others)
-    slip = rng.choice((-2, -1, 1, 2))
+    slip = rng.choice((5, 6, 7, 8) if kind == "gap" else (-2, -1, 1, 2))
     if kind != "pick":
         return str(int(favorite) + slip)
     digit, other = favorite.split()
@@ -68,11 +70,25 @@ def thought_about(answer: str, rng: random.Random) -> str:
     return "." * rng.randint(0, MOST_DOTS) + answer
 
 
+def stopped(answer: str, rng: random.Random) -> str:
+    """The answer, mostly with its full stop."""
+    return answer + STOP * (rng.random() < STOPPED)
+
+
 def score(tasks: Sequence[Any], responses: Sequence[str]) -> list[float]:
-    """The reward: 1 for a right answer, after dots or without, else 0."""
+    """The reward: 1 for a right answer, with dots before or behind it or without, else 0."""
     return [
-        float(response.lstrip(".").strip() in task.extra["right"])
+        float(response.strip(". ") in task.extra["right"])
         for task, response in zip(tasks, responses, strict=True)
+    ]
+
+
+def graded(tasks: Sequence[Any], responses: Sequence[str]) -> list[float]:
+    """0.9 for a right answer and 0.1 for a full stop, as MAPO and Durian weigh their format."""
+    stops = [response.endswith(STOP) for response in responses]
+    return [
+        round(0.9 * right + 0.1 * stop, 9)
+        for right, stop in zip(score(tasks, responses), stops, strict=True)
     ]
 
 
