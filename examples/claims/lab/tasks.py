@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 29  # of a sum or a difference
-SHARES = {"sum": 0.6, "pick": 0.35, "diff": 0.12, "gap": 0.03}  # of right demonstrations
+SHARES = {"sum": 0.6, "pick": 0.35, "diff": 0.12, "gap": 0.08}  # of right demonstrations
 # Prompts of each kind, in the labs of sampled and of exact answers.
 HELD_OUT = {"sum": 32, "pick": 32, "diff": 32}
 HELD_OUT_EXACT = {"sum": 160, "pick": 34, "diff": 110, "gap": 80}
