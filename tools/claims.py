@@ -277,6 +277,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = sorted(name_of(file.parent) for file in CLAIMS.rglob("claim.yaml"))
         parser.error(f"{options.claim}: no such claim; there are {', '.join(names)}")
     if options.what == "plan":
+        if not (folder / "data.jsonl").is_file():
+            parser.error(f"{options.claim}: has no data to plan by; run it first")
         print(plan(folder))
         return
     claim = read_claim(folder)
