@@ -18,17 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.cli.command_line import add_root, root_of
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.runtime.guard.failure import exit_process
 from megatron_rl.runtime.process import reported
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m megatron_rl.evaluate")
     # No option may begin as one of torchrun's does (--run): its parser reads all words.
     add = parser.add_argument
     words = "at most one run_dir of a training, and settings"

@@ -15,15 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.config.cli.parser import parser_of
+
 DEFAULT_METRIC = "eval/accuracy"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m megatron_rl.report")
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="DIR", help="holds runs, at any depth")
     out = "is made; gets the report (default: report in the first DIR)"

@@ -17,17 +17,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.runtime.guard.failure import exit_process
 from megatron_rl.runtime.process import reported
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.sample",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m megatron_rl.sample")
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE")
     settings = "settings, e.g. rollout.dtype=float32"

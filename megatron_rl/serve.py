@@ -25,6 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.cli.command_line import add_root, root_of
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.engine_checks import engine_side
 from megatron_rl.config.schema import Config
@@ -41,11 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m megatron_rl.serve")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address of this machine that the trainer reaches"

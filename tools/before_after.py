@@ -3,28 +3,32 @@
     python tools/before_after.py RUN
 
 RUN is the folder of a run that has an export. ``right`` is said by the verifier of the prompt. With
-an environment the whole conversation is shown, and the last turn is judged.
+an environment the whole conversation is shown, and the last turn is judged. Prompts with images
+(Qwen2.5-VL family) are drawn too, to RUN/answers.png.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
+import math
 import re
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 
+import matplotlib
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config, DataConfig, RewardConfig
+from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.rewards.build import build_reward
@@ -35,49 +39,68 @@ from megatron_rl.run.start import values_of_run
 from megatron_rl.types import Completion, Prompt
 
 NUM_PROMPTS = 5
+NUM_DRAWN = (4, 3)  # rows and columns of prompts with images
 SHOWN_CHARACTERS = 100  # the end of a prompt, where toy tasks have what differs
 MARKUP = re.compile(r"<\|[^|]*\|>(system|user|assistant)?")
 
 
-def chosen(prompts: list[Prompt]) -> list[Prompt]:
+def chosen(prompts: list[Prompt], count: int) -> list[Prompt]:
     """The first prompt of every data source, then the second ones, and so on."""
     by_source: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_source[prompt.data_source].append(prompt)
     rounds = itertools.zip_longest(*by_source.values())
     in_turn = [prompt for row in rounds for prompt in row if prompt is not None]
-    return in_turn[:NUM_PROMPTS]
+    return in_turn[:count]
 
 
 def answers(
-    path: Path, prompts: list[Prompt], max_tokens: int, turns: Turns | None
+    path: Path,
+    prompts: list[Prompt],
+    max_tokens: int,
+    turns: Turns | None,
+    vision: VisionProcessor | None,
 ) -> list[Completion]:
     """Of the model in a directory. ``turns``: of the run, None where a response has one."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    model = kind.from_pretrained(path, dtype=torch.float32).eval()
     found = []
     for prompt in prompts:
-        whole = continued(model, prompt, None, max_tokens)
+        whole = continued(model, prompt, None, max_tokens, vision)
         while turns is not None and turns.asks(whole):
             outcome = answered(turns, Waiting(0, prompt, 0, whole, max_tokens, time.monotonic()))
             if outcome.is_over:
                 break
-            whole = continued(model, prompt, appended(whole, outcome.tokens), max_tokens)
+            so_far = appended(whole, outcome.tokens)
+            whole = continued(model, prompt, so_far, max_tokens, vision)
         found.append(whole)
     return found
 
 
 @torch.no_grad()
 def continued(
-    model: PreTrainedModel, prompt: Prompt, so_far: Completion | None, max_tokens: int
+    model: PreTrainedModel,
+    prompt: Prompt,
+    so_far: Completion | None,
+    max_tokens: int,
+    vision: VisionProcessor | None,
 ) -> Completion:
     """``so_far`` with what the model says behind it."""
     there = [] if so_far is None else list(so_far.token_ids)
     asked = torch.tensor([[*prompt.token_ids, *there]])
+    seen = {}
+    if vision is not None and prompt.images:
+        seen = {
+            "mm_token_type_ids": (asked == vision.image_token_id).int(),
+            "pixel_values": torch.cat([vision.pixels(image) for image in prompt.images]),
+            "image_grid_thw": torch.tensor([vision.grid(image) for image in prompt.images]),
+        }
     made = model.generate(
         input_ids=asked,
         attention_mask=torch.ones_like(asked),
         max_new_tokens=max_tokens - len(there),
         do_sample=False,
+        **seen,
     )
     new = made[0, asked.shape[1] :].tolist()
     # No sampler has drawn it: the logprobs are read by nobody.
@@ -93,11 +116,35 @@ def answered(turns: Turns, waiting: Waiting) -> Outcome:
     return outcome
 
 
+def draw(prompts: list[Prompt], before: list[str], after: list[str], file: Path) -> None:
+    """Green: right after the run."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows, columns = NUM_DRAWN
+    size = (3.2 * columns, 2.2 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, prompt, first, last in zip(axes.T.flat, prompts, before, after, strict=False):
+        images = [image.rgb() for image in prompt.images]
+        left = 0
+        for image in images:
+            axis.imshow(image, extent=(left, left + image.width, 0, image.height))
+            left += image.width + 6
+        axis.set_xlim(0, left)
+        axis.set_ylim(0, max(image.height for image in images))
+        color = "green" if last.endswith("(right)") else "red"
+        title = f"{prompt.data_source}: {prompt.answer}\nbefore: {first}\nafter: {last}"
+        axis.set_title(title, fontsize=9, color=color)
+    figure.tight_layout()
+    figure.savefig(file, dpi=80)
+    print(f"wrote {file}")
+
+
 def main() -> None:
     disable_progress_bar()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("run", type=Path)
     run = parser.parse_args().run
     values = json.loads((run / "config.json").read_text(encoding="utf-8"))
@@ -110,11 +157,13 @@ def main() -> None:
     if values["env"]["name"] != "single":
         turns = turns_of_run(validate(Config, values_of_run(run), "the settings"), tokenizer)
     decode = text_of(tokenizer)
-    prompts = chosen(load_prompts(data.eval, data, tokenizer, rollout["max_prompt_tokens"]))
+    vision = vision_of(values["model"]["path"], data)
+    held_out = load_prompts(data.eval, data, tokenizer, rollout["max_prompt_tokens"], vision)
+    prompts = chosen(held_out, NUM_PROMPTS if vision is None else math.prod(NUM_DRAWN))
     reward.check(prompts)
     columns = []
     for path in (model, run / "export"):
-        whole = answers(path, prompts, rollout["max_response_tokens"], turns)
+        whole = answers(path, prompts, rollout["max_response_tokens"], turns, vision)
         judged = [decode(last_turn(each)) for each in whole]
         scores = reward.score(prompts, judged, [False] * len(judged))
         right = ["right" if score.correct else "wrong" for score in scores]
@@ -130,6 +179,8 @@ def main() -> None:
             else f"... {text[-SHOWN_CHARACTERS:].partition(' ')[2]}"
         )
         print(f"  {cut}\n    {before:20} -> {after}")
+    if vision is not None:
+        draw(prompts, *columns, run / "answers.png")
 
 
 if __name__ == "__main__":

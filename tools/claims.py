@@ -12,7 +12,6 @@ and ``README.md`` beside it.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.claims.lab.exact import measured
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.reporting.metrics_file import is_held_out, read_metrics, series
 from megatron_rl.sweeping.running import CONSOLE
 from tools.claim_checks import (
@@ -263,9 +263,7 @@ def write_table() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("run", "page", "plan"))
     parser.add_argument("claim", type=Path, help="its folder, or the folder's name")
     parser.add_argument("--out", type=Path, default=REPO / "runs" / "claims", help="of the runs")

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.checkpoints import adapter_checkpoint, directory, megatron_format
 from megatron_rl.checkpoints.hf import HfDirectory, ShardWriter, copy_companions, write_config
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.model_config import format_name
 from megatron_rl.errors import concerning
 from megatron_rl.models import Architecture, read_architecture
@@ -235,9 +236,7 @@ def convert(options: argparse.Namespace) -> str:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("to-megatron", help="HF directory -> distributed checkpoint")
     nemo = commands.add_parser("to-nemo", help="HF directory -> NeMo 2 checkpoint")

@@ -40,6 +40,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.data_names import GENERATED
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import (
@@ -83,9 +84,7 @@ WARMUP_STEPS = 20
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to write; must not exist"
     )

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts, without_overlap
@@ -59,9 +60,7 @@ Demonstration = tuple[Sequence[int], Sequence[int]]  # what is read, what is wri
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory to write; must not exist")
     add("--experiment", default="tools_cpu", help="whose data settings count")

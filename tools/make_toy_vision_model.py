@@ -29,6 +29,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.multimodal.vision import VisionProcessor
@@ -61,9 +62,7 @@ MERGE = 2
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", type=Path, required=True, help="of tools/make_vision_tasks.py")
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to write; must not exist"

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.columns import LETTERS, letter_of
@@ -121,9 +122,7 @@ def easy_first(rows: Sequence[dict[str, Any]], answers: Path) -> list[dict[str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("sets", nargs="+", metavar="NAME=FILE")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.parquet")
     parser.add_argument("--easy-first", type=Path, metavar="ANSWERS")

@@ -10,7 +10,6 @@ stand once, in README.md.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import json
@@ -25,6 +24,7 @@ from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import load_method
 from megatron_rl.knobs import Choices, Named, Piece
@@ -332,9 +332,7 @@ def pages() -> dict[Path, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args(arguments).check
     wanted = pages()

@@ -8,13 +8,13 @@ The table is that of megatron_rl/reporting/metrics.py.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.reporting.metrics import TABLE
 
 PAGE = Path(__file__).resolve().parents[1] / "examples" / "metrics.md"
@@ -39,9 +39,7 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args(arguments).check
     current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page()

@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.sequences import sequence_batch
@@ -356,9 +357,7 @@ def compare(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Ends the process: 0, or 1 on any error."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     where = "a folder run_dir/nonfinite/step_NNNNNN, or a run_dir"
     parser.add_argument("source", metavar="BUNDLE | RUN", type=Path, help=where)
     parser.add_argument("--step", type=int, help="of RUN")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.checks import check
 from megatron_rl.config.schema import Config
@@ -43,9 +44,7 @@ def main() -> int:
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--world-size", type=int, required=True, help="number of processes (GPUs)")
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU, in GiB")
     parser.add_argument(

@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.checks import check
 from megatron_rl.config.rules.engine_checks import token_bytes
@@ -64,9 +65,7 @@ from tools.run_page import HOST_LINK_GB_S, Cluster, Page, is_beside_training, li
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--nodes", type=whole, required=True)
     add("--server-nodes", type=whole, help="more nodes, for the servers of source=servers")

@@ -32,6 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.loss import Method
@@ -290,9 +291,7 @@ def describe_step(again: Again, top: int) -> str:
 
 def main() -> None:
     """Ends the process: 0, or 1 on any error."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     where = "a folder run_dir/nonfinite/step_NNNNNN, or a run_dir"
     parser.add_argument("source", metavar="BUNDLE | RUN", type=Path, help=where)
     parser.add_argument("--top", type=int, default=20, help="gradients or differences shown")

@@ -10,7 +10,6 @@ the configuration's own checks say of the result. Tables: tools/translations.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import re
@@ -26,6 +25,7 @@ from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.keys import flat
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
@@ -213,9 +213,7 @@ def problems(overrides: Mapping[str, str]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("system", choices=sorted(_COMPUTED))
     parser.add_argument("file", type=Path)
     parser.add_argument(

@@ -11,21 +11,19 @@ exit code is 0 when all are whole, 1 when one is damaged, 2 when there is none t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.checkpoints import directory
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.runtime.disk import as_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="checkpoints, or folders of them")
     parser.add_argument("--sizes-only", action="store_true", help="do not read the files")
     parser.add_argument("--threads", type=int, default=4, help="files read at a time")

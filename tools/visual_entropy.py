@@ -35,6 +35,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.data.rows import Rows, read_rows
 from megatron_rl.signals.visual_entropy import visual_entropy
 
@@ -148,9 +149,7 @@ def source_of(image: str | Mapping[str, Any], folder: Path) -> Path | bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("encoder", type=Path)
     parser.add_argument("images", type=Path, nargs="*")
     parser.add_argument("--cache", type=Path, required=True)

@@ -12,4 +12,4 @@ for word in "$@"; do
 done
 "$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 -m megatron_rl.train \
     experiment=vision_cpu model.path="$made/model" data.train="$made/tasks/train.parquet" data.eval="$made/tasks/eval.parquet" "$@"
-[ ! -d "$run_dir/export" ] || "$python" "$repo/tools/draw_answers.py" "$run_dir"
+[ ! -d "$run_dir/export" ] || "$python" "$repo/tools/before_after.py" "$run_dir"

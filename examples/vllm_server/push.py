@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -21,9 +22,7 @@ from megatron_rl.weight_sync.fleet.fleet import FleetSync
 
 def main() -> None:
     """Ends the process: 0 when the server serves the new weights."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--server", required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--version", type=int, required=True)

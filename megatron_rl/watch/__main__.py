@@ -8,7 +8,6 @@ once.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.errors import shortened
 from megatron_rl.reporting.comparison.runs import METRICS, REQUEUE, SAMPLES, Run, read_run
 from megatron_rl.reporting.comparison.samples import as_sample
@@ -41,11 +41,7 @@ _LOOK_SHARE = 0.1  # of the time: what this takes is taken from the run where it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 when the run has ended or Ctrl-C was pressed, 1 on wrong input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.watch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m megatron_rl.watch")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     between = "between looks (default 2)"
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help=between)

@@ -18,18 +18,20 @@ NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 # Those that mask images are run by test_vision.
 ALL = [name for name in NAMES if load_method(name).config.perception is None]
 # Of a vocabulary that is smaller than what they read by default.
-OF_FEW_TOKENS = {"score_centered": " method.policy_loss.top_k=6"}
+OF_FEW_TOKENS = dict.fromkeys(("opd_top_k", "score_centered"), " method.policy_loss.top_k=6")
 CORE = ["dapo", "a_grae", "apo", "durian", "archer"]
 
 
 def run(tmp_path: Path, names: list[str]) -> list[dict]:
     write_model(tmp_path / "model")
+    write_model(tmp_path / "teacher", seed=1)
     write_data(tmp_path / "data.jsonl", given=True)
     settings = overrides(
         tmp_path,
         tmp_path / "run",
         "logging.console=false",
         "method=apo",
+        f"model.teacher={tmp_path / 'teacher'}",
         "optim.learning_rate=1e-3",
     )
     methods = [f"method={name}{OF_FEW_TOKENS.get(name, '')}" for name in names]

@@ -46,7 +46,7 @@ OF_TWO_CORES = {
     *("batch.prompts_per_step", "batch.prompts_per_minibatch", "batch.tokens_per_microbatch"),
     # Its epochs are those of 32 prompts; the share of a step that a minibatch has stays.
     *("trainer.num_epochs", "trainer.num_steps"),
-    *("data.min_pixels", "data.max_pixels", "mismatch_limits.abort_above", "logging.tensorboard"),
+    *("data.min_pixels", "data.max_pixels", "mismatch_limits.abort_above", "logging.trackers"),
     "data.template_date",  # the day of the start, of every run
 }
 
@@ -147,7 +147,7 @@ def miniature(name: str, row: Sequence[str], folder: Path, model: Path) -> list[
         *("batch.tokens_per_microbatch=4096", "trainer.num_epochs=1"),
         *("rollout.max_prompt_tokens=240", "rollout.max_response_tokens=4"),
         *(("data.min_pixels=3136", "data.max_pixels=12544") if sees(data) else ()),
-        *("logging.tensorboard=false", "mismatch_limits.abort_above=1e-4"),
+        *("logging.trackers=[]", "mismatch_limits.abort_above=1e-4"),
     ]
 
 

@@ -298,7 +298,7 @@ def test_sampling_hooks_one_step_behind_are_the_same_whoever_serves(folder, regi
     assert all(sum(row[f"hook/{key}"] for row in steps) > 0 for key in done)
     of_some = [row["source/staleness_mean"] for row in rows(alone)]
     if "rollout_hooks.dars.schedule=hw" in hooks:  # what is asked again is of the newest weights
-        assert of_some[0] == 0.0 and 0.0 < min(of_some[1:]) < 1.0
+        assert of_some[0] == 0.0 and max(of_some) < 1.0 and sum(of_some) > 0.0
     both = folder / f"hooks_{len(hooks)}_both"
     register(0, both)
     register(1, both)

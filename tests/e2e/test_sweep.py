@@ -47,7 +47,7 @@ def test_a_failed_run_is_named_the_others_are_done_and_are_not_done_again(tmp_pa
     assert f"exit code 1: error: 1 problem in the configuration: data.eval = {files[0]}" in reason
     assert "console.log" in reason
     table = [line.split() for line in done.stdout.splitlines() if line.startswith("data.eval=")]
-    assert [row[1] for row in table] == ["0", "1", "1"], done.stdout
+    assert [row[1] for row in table] == ["0,", "1", "1"], done.stdout  # "0, none finished"
 
     exports = [(folder / "export" / "model.safetensors").stat().st_mtime_ns for folder in finished]
     again = run([*sweep, "data.eval=" + ",".join(map(str, files[1:]))], 60)
@@ -91,7 +91,7 @@ def test_a_killed_sweep_goes_on_and_its_runs_are_pairs(tmp_path):
     logs = [(out / name / "console.log").read_text() for name in folders]
     assert any("resumed from" in log for log in logs)
     table = [line.split() for line in done.stdout.splitlines() if line.startswith("method=")]
-    assert [row[2] for row in table] == ["2", "2"] and table[1][6] == "2", done.stdout
+    assert [row[2] for row in table] == ["2", "2"] and table[1][8] == "2", done.stdout
     check_pairs(out)
     check_report(out, tmp_path)
 

@@ -40,10 +40,10 @@ SIZES = dict(
 )
 
 
-def write_model(path: Path) -> Path:
+def write_model(path: Path, seed: int = 0) -> Path:
     """Two layers, random weights."""
     write_tokenizer(path)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)).float().save_pretrained(path)
     return path
 

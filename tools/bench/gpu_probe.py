@@ -28,6 +28,7 @@ from gpu_model import (
 )
 from torch import Tensor
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -363,9 +364,7 @@ def tried(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where small models are written")
     parser.add_argument(
         "--only",

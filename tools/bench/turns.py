@@ -25,6 +25,7 @@ from machine import Watch, description, spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts
@@ -120,9 +121,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a HF directory")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=9)

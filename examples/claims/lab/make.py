@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from examples.claims.lab import tasks
+from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.prompts import load_prompts
@@ -35,9 +36,7 @@ from tools.make_toy_model import (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=128)
