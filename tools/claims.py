@@ -227,7 +227,9 @@ def plan(folder: Path) -> str:
     the paired differences in the data of a pilot; beside them those of its sampled namesake."""
     pilot = spreads(by_cell(read_data(folder)), PLANNED)
     namesake = CLAIMS / folder.name
-    sampled = spreads(by_cell(read_data(namesake)), None) if namesake != folder else {}
+    sampled = (
+        spreads(by_cell(read_data(namesake)), None) if (namesake / "data.jsonl").is_file() else {}
+    )
     lines = [
         f"{metric}: standard deviation {spread:.4f}, sampled {sampled.get(metric, nan):.4f}"
         for metric, spread in pilot.items()
