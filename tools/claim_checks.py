@@ -166,8 +166,8 @@ def outcomes(checks: Sequence[Check], runs: Runs) -> list[Outcome]:
         if p_close.get(place, 1.0) <= LEVEL:
             words.insert(0 if check.same else len(words), "equivalent")
         smallest = smallest_decided(_spread(values[place]), len(of_seeds))
-        verdict = [*words, "undecided"][0]
-        found.append(Outcome(check, tuple(of_seeds), interval, smallest, verdict))
+        words.append("undecided")
+        found.append(Outcome(check, tuple(of_seeds), interval, smallest, words[0]))
     return found
 
 
