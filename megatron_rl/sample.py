@@ -4,6 +4,7 @@ r"""Prints a model's answers, without training.
     python -m megatron_rl.sample MODEL \
         --prompt "Spell this word backward (example: sun -> nus): milk"
     python -m megatron_rl.sample runs/mine/checkpoints/step_000100 --num-prompts 8 --responses 2
+    python -m megatron_rl.sample runs/tools_cpu --chat
 
 SOURCE is a HF directory, the folder of a run (its newest checkpoint, else its export) or one
 checkpoint of a run. Without --prompt a run's held-out prompts are asked, and the answers are scored
@@ -30,6 +31,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     settings = "settings, e.g. rollout.dtype=float32"
     add("overrides", nargs="*", metavar="key=value", help=settings)
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    add("--chat", action="store_true", help="talk to it, a line a message; it uses its tools")
     add("--num-prompts", type=int, default=4, help="of data.eval (default 4)")
     add("--responses", type=int, default=1, help="per prompt (default 1)")
     add("--temperature", type=float, help="default: that of the evaluation")
@@ -53,11 +55,15 @@ def run(options: argparse.Namespace) -> None:
     world = start()
     configure_logging(world.rank)
     load_plugins(options.plugin)
+    from megatron_rl.evaluation.chat import chat
     from megatron_rl.evaluation.sample import answers, find_sample
 
     overrides = [*options.overrides, *_settings(options)]
     # On one rank: a model id of the hub is downloaded.
     sample = world.from_main(lambda: find_sample(options.source, overrides, world.size))
+    if options.chat:
+        chat(sample, world)
+        return
     text = answers(sample, options.prompt, world)
     if world.is_main:
         print(text, flush=True)

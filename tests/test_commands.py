@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from tests import warm
+from tests.distributed.big_models import CONFIGS
 from tests.documents import Command, commands, of_docstring, of_markdown
 from tests.e2e.toy import LETTERS, write_model
 from tests.launch import end, run
@@ -145,24 +146,9 @@ def place(tmp_path_factory) -> Path:
     labels = {"metadata": {"task": "spelling", "skills": ["reading"]}}
     rows = [{"query": "a", "choices": ["a", "b"], "answer": "a"} | labels] * 2
     pq.write_table(pa.Table.from_pylist(rows), folder / "testmini.parquet")
-    write_7b_config(folder / "qwen")
+    CONFIGS["7b"].save_pretrained(folder / "qwen")
     to_megatron(folder / "letters", folder / "checkpoint")
     return folder
-
-
-def write_7b_config(path: Path) -> None:
-    from transformers import Qwen2Config
-
-    Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(path)
 
 
 @pytest.fixture(scope="session")
@@ -212,11 +198,18 @@ def make_vision(place: Path) -> None:
 
 
 def make_tools(place: Path) -> None:
-    """Toy model of examples/tools_cpu, less trained than by its run.sh."""
-    maker = f"{place}/repository/.venv/bin/python tools/make_toy_tools_model.py"
-    start(place, f"{maker} --out {place}/calling --steps 2", Run())
-    names = ("make_toy_tools_model", "make_toy_model")
-    linked(place, f"toy_tools_model-{digest_of(names)}", place / "calling")
+    """Toy models of examples/tools_cpu and game_cpu, less trained than by their run.sh."""
+    makers = {
+        "toy_tools_model": ("make_toy_tools_model", "make_toy_model"),
+        "toy_game_model": (
+            *("make_toy_game_model", "make_toy_model", "make_toy_tools_model"),
+            "../examples/game_cpu/game",
+        ),
+    }
+    for (name, files), folder in zip(makers.items(), ("calling", "guessing"), strict=True):
+        maker = f"{place}/repository/.venv/bin/python tools/{files[0]}.py"
+        start(place, f"{maker} --out {place}/{folder} --steps 2", Run())
+        linked(place, f"{name}-{digest_of(files)}", place / folder)
 
 
 def digest_of(names: Sequence[str]) -> str:

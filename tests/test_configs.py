@@ -28,6 +28,7 @@ EXPERIMENTS = {  # name -> (processes, shape of the model it is for)
     "qwen2_5_7b_8gpu": (8, QWEN2_5_7B),
     "qwen2_5_vl_7b_8gpu": (8, QWEN2_5_VL_7B),
     "geo3k_durian": (8, QWEN2_5_VL_7B),
+    "game_cpu": (2, TOY),
     "quickstart_cpu": (2, TOY),
     "servers_cpu": (2, TOY),
     "tools_cpu": (2, TOY),

@@ -1,9 +1,11 @@
 """Greedy answers to a few held-out prompts, before and after a run, through transformers.
 
     python tools/before_after.py RUN
+    python tools/before_after.py RUN --plugin MY_ENVIRONMENT.py
 
 RUN is the folder of a run that has an export. ``right`` is said by the verifier of the prompt. With
-an environment the whole conversation is shown, and the last turn is judged. Prompts with images
+an environment the whole conversation is shown, and the last turn is judged, unless the environment
+gives the reward. Prompts with images
 (Qwen2.5-VL family) are drawn too, to RUN/answers.png.
 """
 
@@ -17,6 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -31,12 +34,14 @@ from megatron_rl.config.schema import Config, DataConfig, RewardConfig
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
+from megatron_rl.evaluation.sample import NoReward
+from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.environments.outcomes import Outcome, appended, last_turn
-from megatron_rl.rollouts.environments.turns import Turns, Waiting, turns_of_run
+from megatron_rl.rollouts.environments.turns import Turns, Waiting, needs_reward, turns_of_run
 from megatron_rl.rollouts.store import joined
 from megatron_rl.run.start import values_of_run
-from megatron_rl.types import Completion, Prompt
+from megatron_rl.types import Completion, Prompt, Score
 
 NUM_PROMPTS = 5
 NUM_DRAWN = (4, 3)  # rows and columns of prompts with images
@@ -60,20 +65,24 @@ def answers(
     max_tokens: int,
     turns: Turns | None,
     vision: VisionProcessor | None,
-) -> list[Completion]:
-    """Of the model in a directory. ``turns``: of the run, None where a response has one."""
+) -> list[tuple[Completion, Score | None]]:
+    """Of the model in a directory, with the scores of an environment that gives them. ``turns``: of
+    the run, None where a response has one."""
     kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     model = kind.from_pretrained(path, dtype=torch.float32).eval()
     found = []
     for prompt in prompts:
         whole = continued(model, prompt, None, max_tokens, vision)
-        while turns is not None and turns.asks(whole):
-            outcome = answered(turns, Waiting(0, prompt, 0, whole, max_tokens, time.monotonic()))
+        score = None
+        while turns is not None:
+            waiting = Waiting(0, prompt, 0, whole, max_tokens, time.monotonic())
+            outcome = answered(turns, waiting) if turns.asks(whole) else turns.ended(whole)
             if outcome.is_over:
+                score = outcome.score
                 break
             so_far = appended(whole, outcome.tokens)
             whole = continued(model, prompt, so_far, max_tokens, vision)
-        found.append(whole)
+        found.append((whole, score))
     return found
 
 
@@ -146,11 +155,13 @@ def main() -> None:
     disable_progress_bar()
     parser = parser_of(__doc__)
     parser.add_argument("run", type=Path)
-    run = parser.parse_args().run
+    add_plugin_option(parser)
+    options = parser.parse_args()
+    load_plugins(options.plugin)
+    run = options.run
     values = json.loads((run / "config.json").read_text(encoding="utf-8"))
     # Not the whole configuration: its method may be of a plug-in.
     data = validate(DataConfig, values["data"], "data")
-    reward = build_reward(validate(RewardConfig, values["reward"], "reward"))
     model, rollout = Path(values["model"]["path"]), values["rollout"]
     tokenizer = load_tokenizer(model)
     turns = None
@@ -160,16 +171,22 @@ def main() -> None:
     vision = vision_of(values["model"]["path"], data)
     held_out = load_prompts(data.eval, data, tokenizer, rollout["max_prompt_tokens"], vision)
     prompts = chosen(held_out, NUM_PROMPTS if vision is None else math.prod(NUM_DRAWN))
-    reward.check(prompts)
+    # Wrong is also what an environment that gives the reward has not ended.
+    reward: Any = NoReward()
+    if needs_reward(turns):
+        reward = build_reward(validate(RewardConfig, values["reward"], "reward"))
+        reward.check(prompts)
     columns = []
     for path in (model, run / "export"):
-        whole = answers(path, prompts, rollout["max_response_tokens"], turns, vision)
-        judged = [decode(last_turn(each)) for each in whole]
+        found = answers(path, prompts, rollout["max_response_tokens"], turns, vision)
+        judged = [decode(last_turn(whole)) for whole, _ in found]
         scores = reward.score(prompts, judged, [False] * len(judged))
-        right = ["right" if score.correct else "wrong" for score in scores]
-        texts = [" ".join(decode(each.token_ids).split()) for each in whole]
+        told = [score or other for (_, score), other in zip(found, scores, strict=True)]
+        right = ["right" if score.correct else "wrong" for score in told]
+        texts = [" ".join(decode(whole.token_ids).split()) for whole, _ in found]
         columns.append([f"{text} ({word})" for text, word in zip(texts, right, strict=True)])
-    reward.close()
+    if needs_reward(turns):
+        reward.close()
     print("held-out prompts, answered greedily before and after:")
     for prompt, before, after in zip(prompts, *columns, strict=True):
         text = " ".join(MARKUP.sub(" ", prompt.text).split())

@@ -17,7 +17,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -105,8 +105,7 @@ def turns(
 def warm_up(
     policy: MegatronPolicy,
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    rendering: MessageRendering,
+    demonstrations: Callable[[Prompt, random.Random], list[Demonstration]],
     options: argparse.Namespace,
 ) -> float:
     """Supervised steps; returns the mean loss of the last ten in nats a token."""
@@ -116,7 +115,7 @@ def warm_up(
         pairs = [
             pair
             for prompt in rng.choices(prompts, k=options.batch)
-            for pair in turns(prompt, tokenizer, rendering, rng, options.right)
+            for pair in demonstrations(prompt, rng)
         ]
         num_tokens = sum(len(response) for _, response in pairs)
 
@@ -157,7 +156,12 @@ def make(options: argparse.Namespace) -> None:
     every = load_prompts(config.data.train, config.data, tokenizer, MAX_PROMPT_TOKENS)
     prompts = without_overlap(every, held_out)
     policy = build_policy(path, settings, options)
-    loss = warm_up(policy, prompts, tokenizer, rendering, options)
+    loss = warm_up(
+        policy,
+        prompts,
+        lambda prompt, rng: turns(prompt, tokenizer, rendering, rng, options.right),
+        options,
+    )
     policy.export(path)
     if world.is_main:
         shown = json.dumps(prompts[0].text)

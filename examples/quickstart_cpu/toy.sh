@@ -12,6 +12,7 @@ export TORCH_CPP_LOG_LEVEL=ERROR # not a line about memory nodes from every rank
 toy=${toy:-toy_model}
 makers=("$repo/tools/make_$toy.py")
 [ "$toy" = toy_model ] || makers+=("$repo/tools/make_toy_model.py") # which it imports
+[ "$toy" != toy_game_model ] || makers+=("$repo/tools/make_toy_tools_model.py" "$repo/examples/game_cpu/game.py")
 model=$repo/.work/$toy-$(cat "${makers[@]}" | sha256sum | cut -c1-12)
 if [ ! -d "$model" ]; then
     mkdir -p "$repo/.work"

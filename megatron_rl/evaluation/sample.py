@@ -18,9 +18,10 @@ from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.evaluation.evaluation import build_engine, load_weights
 from megatron_rl.evaluation.evaluation_source import Evaluation, Weights, step_of
+from megatron_rl.protocols import Reward
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.environments.turns import turns_of_run
+from megatron_rl.rollouts.environments.turns import Turns, turns_of_run
 from megatron_rl.rollouts.post_rollout import grouped
 from megatron_rl.rollouts.rows.experience import Groups, Response
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
@@ -116,25 +117,39 @@ def answers(sample: Evaluation, texts: Sequence[str], world: World) -> str:
         ValueError: nothing to ask, or something wrong with the prompts or the model.
     """
     config = sample.config
-    (weights,) = sample.weights
-    model = Path(config.model.path)
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(Path(config.model.path))
     turns = turns_of_run(config, tokenizer)
-    vision = vision_of(str(model), config.data)
+    vision = vision_of(config.model.path, config.data)
     prompts = _prompts(config, texts, tokenizer, vision)
-    display = Display(shown=world.is_main)
-    for problem in position_problems(config.rollout, read_config(model)):
-        raise ValueError(problem)
-    engine = build_engine(config, weights, multimodal_config(prompts, vision), world, display)
-    load_weights(config, weights, engine, world, display)
     reward = NoReward() if texts else build_reward(config.reward, lambda prompt: prompt.text)
-    sampler = LaunchSampler(engine, reward, text_of(tokenizer), world, display, turns)
+    vision_config = multimodal_config(prompts, vision)
+    sampler = sampler_of(sample, tokenizer, turns, reward, world, vision_config)
     sampling = evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id))
     responses = sampler.run(prompts, sampling, "sample")
     everything = sampler.shown(responses, range(len(responses)))
     if everything is None:
         return ""
     return shown(grouped(everything, responses), scored=not texts)
+
+
+def sampler_of(
+    sample: Evaluation,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Turns | None,
+    reward: Reward,
+    world: World,
+    vision_config: Any = None,
+) -> LaunchSampler:
+    """Collective. The engine with its weights; ``vision_config``: see ``multimodal_config``."""
+    config = sample.config
+    (weights,) = sample.weights
+    display = Display(shown=world.is_main)
+    for problem in position_problems(config.rollout, read_config(Path(config.model.path))):
+        raise ValueError(problem)
+    engine = build_engine(config, weights, vision_config, world, display)
+    load_weights(config, weights, engine, world, display)
+    decode = text_of(tokenizer)
+    return LaunchSampler(engine, reward, decode, world, display, turns)
 
 
 def _prompts(

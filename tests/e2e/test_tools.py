@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 from megatron_rl.reporting.metrics import defined
-from tests.e2e.toy import rows, timeless
+from tests.e2e.toy import LETTERS, rows, timeless
 from tests.e2e.turns import BOUND, words_of_turns, write_turns
 from tests.launch import REPO, end, launch, torchrun
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
+full = pytest.mark.full
+CONTEXT = ("parallel=single", "parallel.context=2", "rollout.tensor=1")
 KILLS = 4
 CALLS_BEFORE = (60, 140)  # of environments, since a start; a step has about 80
 
@@ -49,9 +53,10 @@ def gaps(tensors: dict[str, Tensor], sampled: Tensor) -> Tensor:
     [
         # Prompts are shared and sequences packed, but where it says otherwise.
         ("tensor", ()),
-        ("data", ("parallel=single", "rollout.tensor=1")),
-        ("pipeline", ("parallel=pp2", "rollout.tensor=1")),
-        ("unshared", ("batch.share_prompts=false",)),
+        pytest.param("data", ("parallel=single", "rollout.tensor=1"), marks=full),
+        pytest.param("pipeline", ("parallel=pp2", "rollout.tensor=1"), marks=full),
+        pytest.param("context", CONTEXT, marks=full),
+        pytest.param("unshared", ("batch.share_prompts=false",), marks=full),
     ],
 )
 def test_sampler_and_policy_agree_over_turns(place: Path, name: str, layout: Sequence[str]) -> None:
@@ -77,6 +82,41 @@ def test_sampler_and_policy_agree_over_turns(place: Path, name: str, layout: Seq
     assert gaps(tensors, torch.ones_like(sampled)).max() > 100 * BOUND
     assert gaps(tensors, sampled.roll(1)).max() > 100 * BOUND
     assert gaps(tensors, sampled.roll(-1)).max() > 100 * BOUND
+    check_by_transformers(place / "model", tensors)
+
+
+@torch.no_grad()
+def check_by_transformers(path: Path, tensors: dict[str, Tensor]) -> None:
+    """All that was sampled in the first step, read in one pass: as likely as the engine said. With
+    one token of a first turn encoded otherwise, no more."""
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    lengths = tensors["prompt_lengths"] + tensors["response_lengths"]
+    wholes = tensors["token_ids"].long().split(lengths.tolist())
+    prompts = tensors["prompt_lengths"].tolist()
+    by_row = tensors["response_lengths"].tolist()
+    planted = 0
+    for whole, prompt, sampled, logprobs in zip(
+        wholes,
+        prompts,
+        tensors["sampled"].split(by_row),
+        tensors["sampler_logprobs"].split(by_row),
+        strict=True,
+    ):
+        for is_wrong in (False, True):
+            read = whole.clone()
+            if is_wrong:
+                read[prompt] = 2 + (read[prompt] - 1) % len(LETTERS)
+            logits = model(read[None]).logits[0, prompt - 1 : -1]
+            right = logits.log_softmax(-1).gather(1, whole[prompt:, None])[:, 0]
+            # Of the turns behind the first one: that it is another token is not what is meant.
+            later = sampled & (sampled.cumprod(0) == 0)
+            gap = (right - logprobs).abs()
+            if not is_wrong:
+                assert gap[sampled].max() <= BOUND
+            elif later.any():
+                planted += 1
+                assert gap[later].max() > 100 * BOUND
+    assert planted > 10
 
 
 def killed_in_a_call(place: Path, number: int, *more: str) -> None:
@@ -102,6 +142,7 @@ def killed_in_a_call(place: Path, number: int, *more: str) -> None:
             (place / name).unlink(missing_ok=True)
 
 
+@full
 def test_a_run_that_was_killed_in_calls_continues_bit_for_bit(place: Path) -> None:
     """And what it has learned is evaluated, and shown, in turns."""
     more = ("trainer.num_steps=6", "checkpoint.every_steps=1", "evaluation.at_end=true")
@@ -121,3 +162,24 @@ def test_a_run_that_was_killed_in_calls_continues_bit_for_bit(place: Path) -> No
     assert row["eval/response_tokens_mean"] == last["eval/response_tokens_mean"]
     shown = launch("megatron_rl.sample", 2, [*plugin, whole], 200)
     assert "of 4 answers are correct" in shown.stdout
+    assert "add env.name=single" in talked(*plugin, str(whole), "--chat")
+    more = ("env.name=single", "rollout.max_prompt_tokens=40", "rollout.max_response_tokens=8")
+    lines = talked(*plugin, str(whole), "--chat", *more).splitlines()
+    assert sum(line.startswith("you: model: ") for line in lines) == 2, lines
+
+
+def talked(*words: str) -> str:
+    """What is printed in a conversation of two messages."""
+    command = [sys.executable, "-m", "megatron_rl.sample", *words]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        command,
+        input="a\nb\n\n",
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env=environment,
+        timeout=200,
+        check=False,
+    )
+    return done.stdout + done.stderr

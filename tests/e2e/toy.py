@@ -40,6 +40,19 @@ SIZES = dict(
 )
 
 
+# Of memory/PHASE_host_gib, where everything is offloaded.
+PHASES = (
+    "update",
+    "offload",
+    "wake_weights",
+    "sync",
+    "wake_kv_cache",
+    "generate",
+    "sleep",
+    "reload",
+)
+
+
 def write_model(path: Path, seed: int = 0) -> Path:
     """Two layers, random weights."""
     write_tokenizer(path)

@@ -66,6 +66,8 @@ class Environment:
     # ``Done`` brings a reward: a response that a limit has ended then has 0, and no verifier is
     # needed. Else the reward of the run judges every response.
     gives_reward = False
+    # The texts of the turns before the one that ``step`` is given.
+    earlier: Sequence[str] = ()
     # Starts processes of its own, which the kernel denies to other environments.
     starts_processes = False
 

@@ -45,16 +45,25 @@ class MessageRendering:
         assert isinstance(tokenizer.eos_token_id, int), "the tokenizer has one end token"
         self.end_token_id = tokenizer.eos_token_id
         self._end = str(tokenizer.convert_ids_to_tokens(self.end_token_id))
-        # Text of a result that would be read as the end of its message, or as another one.
-        self._control = [
-            token for token in tokenizer.all_special_tokens if isinstance(token, str) and token
-        ]
+        # Text of a result that would be read as the end of its message, or as another one; some
+        # tokenizers, such as that of Llama 3, name few of them in all_special_tokens.
+        added = tokenizer.added_tokens_decoder.values()
+        control = {*tokenizer.all_special_tokens, *(each.content for each in added if each.special)}
+        self._control = sorted(token for token in control if token)
+        self._checked: set[str] = set()
         for role in roles:
             self._check(role)
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """What is appended to a turn that ended with ``end_token_id``, up to the next answer."""
-        plain = [{**one, "content": self._without_control(one["content"])} for one in messages]
+        """What is appended to a turn that ended with ``end_token_id``, up to the next answer.
+
+        Raises TemplateError, as at the start, for a role that was not named there.
+        """
+        for role in {one["role"] for one in messages} - self._checked:
+            self._check(role)
+        plain = [
+            {name: self._without_control(text) for name, text in one.items()} for one in messages
+        ]
         return self._encoded(self._behind(_starts("user")[0], plain))
 
     def _without_control(self, text: str) -> str:
@@ -86,6 +95,7 @@ class MessageRendering:
         return behind.removeprefix(self._end)
 
     def _check(self, role: str) -> None:
+        self._checked.add(role)
         one = {"role": role, "content": _RESULT, "name": "tool"}
         several = [one] if role == "user" else [one, {**one, "content": "another"}]
         for messages in ([one], several):

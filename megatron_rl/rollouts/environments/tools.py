@@ -103,24 +103,32 @@ def _value(node: ast.AST) -> int | float:
     raise ValueError(f"{ast.unparse(node)} is no arithmetic")
 
 
-def python_tool(settings: EnvironmentSettings) -> Callable[[str], str]:
-    """The tool ``python``: a script in the sandbox of ``reward.sandbox``, each time a new one."""
+def python_tool(settings: EnvironmentSettings, scripts: list[str]) -> Callable[[str], str]:
+    """The tool ``python``: a script in the sandbox of ``reward.sandbox``, behind those of
+    ``scripts``, which it joins: they run again, unheard, with the same random numbers."""
 
     def python(code: str) -> str:
         """Runs a Python script and gives what it prints.
 
         Args:
-            code: The script. It has the standard library, no network and no files.
+            code: The script. It has the names of earlier ones, the standard library, no network
+                and no files.
 
         Returns:
             The output.
         """
         # Exceptions are shown on stdout, which is all that comes out of the sandbox.
         program = (
-            f"import traceback\ntry:\n    exec(compile({code!r}, 'script', 'exec'),"
-            " {'__name__': '__main__'})\nexcept Exception:\n"
+            "import contextlib, io, random, traceback\nrandom.seed(0)\n"
+            "names = {'__name__': '__main__'}\n"
+            f"for script in {scripts!r}:\n"
+            "    with contextlib.redirect_stdout(io.StringIO()):\n"
+            "        with contextlib.suppress(Exception, SystemExit):\n"
+            "            exec(compile(script, 'script', 'exec'), names)\n"
+            f"try:\n    exec(compile({code!r}, 'script', 'exec'), names)\nexcept Exception:\n"
             "    print(traceback.format_exc(limit=-1))\n"
         )
+        scripts.append(code)
         ends_at = time.monotonic() + _SHARE_OF_TIME * settings.timeout_s / _MOST_CALLS
         with Sandbox(
             settings.sandbox, program, stdin="", memory_bytes=settings.memory_bytes, ends_at=ends_at
@@ -131,10 +139,12 @@ def python_tool(settings: EnvironmentSettings) -> Callable[[str], str]:
     return python
 
 
-def functions_of(settings: EnvironmentSettings) -> dict[str, Callable[..., Any]]:
-    """The tools of ``env.tools`` by the names that calls have. Raises ValueError for one that
-    cannot be imported."""
-    built_in = {"calculator": calculator, "python": python_tool(settings)}
+def functions_of(
+    settings: EnvironmentSettings, scripts: list[str]
+) -> dict[str, Callable[..., Any]]:
+    """The tools of ``env.tools`` by the names that calls have; ``scripts``: see ``python_tool``.
+    Raises ValueError for one that cannot be imported."""
+    built_in = {"calculator": calculator, "python": python_tool(settings, scripts)}
     found: dict[str, Callable[..., Any]] = {}
     for spec in settings.tools:
         function = built_in.get(spec) or import_function(spec, "env.tools")
@@ -152,11 +162,12 @@ class Tools(Environment):
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         super().__init__(settings)
-        self._functions = functions_of(settings)
+        self._scripts: list[str] = []
+        self._functions = functions_of(settings, self._scripts)
 
     @classmethod
     def functions(cls, settings: EnvironmentSettings) -> Sequence[Callable[..., Any]]:
-        return list(functions_of(settings).values())
+        return list(functions_of(settings, []).values())
 
     @classmethod
     def num_calls(cls, text: str) -> int:
@@ -170,6 +181,9 @@ class Tools(Environment):
         calls = read_calls(text)
         if not calls:
             return Done()
+        before = [call for turn in self.earlier for call in read_calls(turn)[:_MOST_CALLS]]
+        codes = [call.arguments.get("code") for call in before if call.name == "python"]
+        self._scripts[:] = [code for code in codes if isinstance(code, str)]
         results = [self._result(call) for call in calls[:_MOST_CALLS]]
         if len(calls) > _MOST_CALLS:
             problem = f"error: a turn has at most {_MOST_CALLS} calls; the others are not made"

@@ -62,7 +62,8 @@ class Turns:
         """Raises ValueError where the environment or the chat template of the model will not do."""
         self.config: EnvironmentConfig = config.env
         self.environment = environment_class(settings.name)
-        roles = ("tool",) if self.environment.functions(settings) else ("user",)
+        self.has_tools = bool(self.environment.functions(settings))
+        roles = ("tool",) if self.has_tools else ("user",)
         self._rendering = MessageRendering(tokenizer, roles, config.model.path)
         self._tokenizer = tokenizer
         self._on_problem = config.reward.on_problem

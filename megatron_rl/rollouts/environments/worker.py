@@ -104,6 +104,7 @@ class Episodes:
         for number in range(len(seen), len(turns)):
             of_turn = turn_seed(seed, number)
             _seed(of_turn)
+            environment.earlier = turns[:number]
             said = environment.step(turns[number], of_turn)
         if isinstance(said, Done):
             return {"done": _verdict(said)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 import pytest
 
 from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings
@@ -19,7 +22,7 @@ def twice(number: int) -> int:
 
 
 def settings(*tools: str) -> EnvironmentSettings:
-    return EnvironmentSettings("tools", tools, 1.0, 1 << 30, 100, "bubblewrap")
+    return EnvironmentSettings("tools", tools, 50.0, 1 << 30, 100, "rlimits_only")
 
 
 def call(text: str) -> str:
@@ -88,9 +91,31 @@ def test_results_and_errors_are_messages_of_the_tool(tmp_path) -> None:
     assert [message["content"][:21] for message in many] == ["2"] * 8 + ["error: a turn has at "]
 
 
+def test_a_script_has_the_names_of_earlier_ones() -> None:
+    """Also in a worker that has seen none of them, and behind one that failed or ended."""
+
+    def script(code: str) -> str:
+        return call(json.dumps({"name": "python", "arguments": {"code": code}}))
+
+    def printed(earlier: Sequence[str], *codes: str) -> list[str]:
+        tools = Tools(settings("python"))
+        tools.earlier = earlier
+        found = tools.step("".join(map(script, codes)), 0)
+        assert not isinstance(found, Done)
+        return [message["content"].strip() for message in found]
+
+    first = "import random\nx = random.random()\nprint(x)"
+    (drawn,) = printed([], first)
+    assert 0 < float(drawn) < 1
+    earlier = [script(first), script("y = 1\n1 / 0"), "no call", script("exit()")]
+    assert printed(earlier, "print(x)", "y += 1\nprint(y)") == [drawn, "2"]
+    assert "ZeroDivisionError" in printed(earlier[:1], "1 / 0")[0]
+    assert printed([], "print('a')", "print('b')") == ["a", "b"]
+
+
 def test_two_tools_of_one_name_are_refused(tmp_path) -> None:
     (tmp_path / "other_tool.py").write_text(OWN.replace("twice", "calculator"))
     with pytest.raises(ValueError, match="two tools are called calculator"):
-        functions_of(settings("calculator", f"{tmp_path}/other_tool.py:calculator"))
+        functions_of(settings("calculator", f"{tmp_path}/other_tool.py:calculator"), [])
     with pytest.raises(ValueError, match=r"env\.tools"):
-        functions_of(settings("nowhere.module:function"))
+        functions_of(settings("nowhere.module:function"), [])

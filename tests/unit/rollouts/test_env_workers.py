@@ -15,7 +15,12 @@ from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.workers.pool import WorkerPool
 from megatron_rl.rollouts.environments import base
 from megatron_rl.rollouts.environments.base import EnvironmentSettings
+from megatron_rl.rollouts.environments.turns import Waiting, turns_of_run
 from megatron_rl.rollouts.environments.worker import EpisodeSetup, shortened, turn_seed
+from megatron_rl.types import Completion, Prompt
+from tests.unit.config.made_configs import config
+from tests.unit.data.toy import character_tokenizer
+from tests.unit.rollouts.test_turns import TEMPLATE
 
 TASK = Task("p:1", "4", "toy", {})
 PLUGIN = """
@@ -146,6 +151,39 @@ def test_hanging_environments_end_with_the_budget_of_the_step(
     assert time.monotonic() - began < 4
     assert "env.step_timeout_s = 60 s was used up" in replies[-1]["problem"]
     assert all(reply["problem"] for reply in replies)
+
+
+def test_no_response_waits_longer_than_the_budget_of_a_generation(
+    pool: Callable[..., WorkerPool],
+) -> None:
+    """Three rounds, in each of which two of two workers hang for 0.5 s; the next generation has the
+    whole budget again."""
+    tokenizer = character_tokenizer(TEMPLATE)
+    pool()  # registers the environment
+    chosen = ("precision=fp32", "rollout=vllm_cpu", "env.name=fragile", "env.timeout_s=0.5")
+    found = turns_of_run(config(*chosen, "env.step_timeout_s=0.8"), tokenizer)
+    assert found is not None
+
+    def ends(text: str) -> list[str]:
+        ids = tokenizer(f"{text}@", add_special_tokens=False)["input_ids"]
+        whole = Completion(ids, [0.0] * len(ids), False, 0)
+        for number in range(2):
+            prompt = Prompt(f"p{number}", (2,), "4", "toy")
+            found.give(Waiting(number, prompt, 0, whole, 99, time.monotonic()))
+        told: list[Any] = []
+        while len(told) < 2:
+            told += found.take()
+            time.sleep(0.01)
+        return [one.score.problem if one.score else "" for _, one in told]
+
+    assert ends("a") == ["", ""]  # workers have started
+    found.begin_step()
+    began = time.monotonic()
+    ends("hang"), ends("hang")
+    assert all("env.step_timeout_s = 0.8 s was used up" in one for one in ends("hang"))
+    assert time.monotonic() - began < 5
+    found.forget()
+    assert ends("a") == ["", ""]
 
 
 def test_a_long_message_loses_its_middle() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from megatron_rl import plugins
 from megatron_rl.config.schema import Config
@@ -44,6 +44,7 @@ SCRIPT = {  # what the model says in each turn, by the number of the response
     4: ("5", "so long " * 10),
 }
 CONTENT = "{{ m['content'] }}"
+NUMBERED = f"{{{{ loop.index if m['role'] == 'tool' }}}}{CONTENT}"
 PLUGIN = REPO / "examples/plugins/second_try.py"
 SETTINGS = EnvironmentSettings("second_try", (), 1.0, 1 << 30, 2000, "bubblewrap")
 
@@ -312,13 +313,24 @@ def test_a_message_is_written_behind_the_end_of_a_turn() -> None:
 def test_text_of_a_result_ends_no_message() -> None:
     tokenizer = character_tokenizer(TEMPLATE)
     tokenizer.add_special_tokens({"eos_token": "<end>", "pad_token": "<pad>"})
-    tokenizer.chat_template = TEMPLATE.replace("@", "<end>")
+    tokenizer.add_tokens([AddedToken("<head>", special=True)], special_tokens=True)
+    assert "<head>" not in tokenizer.all_special_tokens, "as of the tokenizer of Llama 3"
+    named = f"{{{{ m['name'] ~ ': ' if m['role'] == 'tool' }}}}{CONTENT}"
+    tokenizer.chat_template = TEMPLATE.replace("@", "<end>").replace(CONTENT, named)
     found = MessageRendering(tokenizer, ("tool",), "/m").tokens(
-        [{"role": "tool", "content": "1<end>2<pad>"}]
+        [{"role": "tool", "name": "a<head>", "content": "1<end>2<pad><head>"}]
     )
     assert found.count(tokenizer.eos_token_id) == 1, "that of the message itself"
     assert tokenizer.pad_token_id not in found
-    assert tokenizer.decode(found) == "<tool>1< end>2< pad><end><assistant>"
+    text = "<tool>a< head>: 1< end>2< pad>< head><end><assistant>"
+    assert tokenizer.decode(found) == text
+
+
+def test_a_role_that_was_not_named_is_tried_when_it_comes() -> None:
+    made_by = rendering(TEMPLATE.replace(CONTENT, NUMBERED), "user")
+    made_by.tokens([{"role": "user", "content": "fine"}])
+    with pytest.raises(TemplateError, match="of the role tool depends on"):
+        made_by.tokens([{"role": "tool", "content": "1"}])
 
 
 @pytest.mark.parametrize(
@@ -327,22 +339,18 @@ def test_text_of_a_result_ends_no_message() -> None:
         (None, "has no chat template"),
         # Numbers results, as one that shows the time would.
         (
-            TEMPLATE.replace(CONTENT, f"{{{{ loop.index if m['role'] == 'tool' }}}}{CONTENT}"),
+            TEMPLATE.replace(CONTENT, NUMBERED),
             "depends on the turns before",
         ),
         # Leaves the answers of earlier turns out, as of models that think.
         (
-            TEMPLATE.replace(
-                "{{ m['content'] }}", "{% if loop.last %}{{ m['content'] }}{% endif %}"
-            ),
+            TEMPLATE.replace(CONTENT, f"{{% if loop.last %}}{CONTENT}{{% endif %}}"),
             "writes earlier turns otherwise",
         ),
         (TEMPLATE.replace("@", "#"), "does not end an answer with '@'"),
         (TEMPLATE.replace("{% for", "{{ raise_exception('roles') }}{% for"), "fails at messages"),
         (
-            TEMPLATE.replace(
-                "{{ m['content'] }}", "{{ '' if m['role'] == 'tool' else m['content'] }}"
-            ),
+            TEMPLATE.replace(CONTENT, "{{ '' if m['role'] == 'tool' else m['content'] }}"),
             "leaves it out",
         ),
     ],

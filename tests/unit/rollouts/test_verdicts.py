@@ -33,10 +33,8 @@ from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, rows, samples, timeless
 
 NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
-# They read what the bandit has not: images, other tokens' logprobs, a teacher, demonstrations.
-NOT_OF_A_BANDIT = {
-    *("arm", "durian", "durian_perceptual", "opd", "opd_top_k", "score_centered", "sft", "simko"),
-}
+# What they read a bandit has not: images, other tokens' logprobs, a teacher, demonstrations.
+UNFED = ("arm", "durian", "durian_perceptual", "opd", "opd_top_k", "score_centered", "sft", "simko")
 NEEDS_A_LENGTH = {
     **{name: ["aggregate.norm_len=3"] for name in ("a_grae_dr_grpo", "dr_grpo", "siren")},
     "dapo": ["reward_shaping.overlong.max_tokens=4"],
@@ -212,7 +210,7 @@ def marked(build: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch):
     "name",
     [
         name if name in CORE else pytest.param(name, marks=pytest.mark.full)
-        for name in sorted({*NAMES} - NOT_OF_A_BANDIT)
+        for name in sorted({*NAMES} - {*UNFED})
     ],
 )
 def test_a_run_is_that_with_one_response_fewer(marked, name):

@@ -8,6 +8,7 @@ import torch
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.post_rollout import of_different_prompts
 from megatron_rl.types import SyncReport
+from tests.e2e.toy import PHASES
 from tests.unit.trainer.runs import rows, samples, timeless
 
 
@@ -136,17 +137,7 @@ def test_the_memory_of_every_phase_is_in_the_metrics_and_offloading_changes_noth
     plain.run()
     lean.run()
     assert [timeless(row) for row in rows(plain)] == [timeless(row) for row in rows(lean)]
-    phases = (
-        "update",
-        "offload",
-        "wake_weights",
-        "sync",
-        "wake_kv_cache",
-        "generate",
-        "sleep",
-        "reload",
-    )
-    assert all(row[f"memory/{phase}_host_gib"] > 0 for row in rows(lean)[1:] for phase in phases)
+    assert all(row[f"memory/{phase}_host_gib"] > 0 for row in rows(lean)[1:] for phase in PHASES)
     assert lean.learner.policy.away == {}
 
 

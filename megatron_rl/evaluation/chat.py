@@ -1,0 +1,92 @@
+"""A conversation with a model that uses its tools: what ``megatron_rl.sample --chat`` does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.prompts import text_prompts
+from megatron_rl.data.tokenizer import load_tokenizer, text_of
+from megatron_rl.evaluation.evaluation_source import Evaluation
+from megatron_rl.evaluation.sample import NoReward, sampler_of
+from megatron_rl.rollouts.environments.rendering import MessageRendering
+from megatron_rl.rollouts.environments.turns import turns_of_run
+from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import APPENDED, Completion
+
+
+def chat(sample: Evaluation, world: World) -> None:
+    """Collective. A line of the standard input is a message; an empty one, or none, ends it.
+
+    As in training nothing is encoded again: a message is appended to the tokens so far.
+
+    Raises:
+        ValueError: the environment of the run speaks for the user, the chat template cannot
+            continue a conversation, or it is longer than ``rollout.max_prompt_tokens``.
+    """
+    config = sample.config
+    tokenizer = load_tokenizer(Path(config.model.path))
+    turns = turns_of_run(config, tokenizer)
+    if turns is not None and not turns.has_tools:
+        raise ValueError(
+            f"env.name = {config.env.name}: it speaks for the user; add env.name=single to talk to"
+            " the model yourself"
+        )
+    rendering = MessageRendering(tokenizer, ("user",), config.model.path)
+    sampler = sampler_of(sample, tokenizer, turns, NoReward(), world)
+    plain = evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id))
+    decode = text_of(tokenizer)
+    limit = config.rollout.max_prompt_tokens
+    tokens: list[int] = []
+    for number in itertools.count():
+        line = world.from_main(_line)
+        if not line:
+            return
+        (prompt,) = text_prompts([line], config.data, tokenizer, limit)
+        more = rendering.tokens([{"role": "user", "content": line}])
+        tokens = [*tokens, *more] if tokens else list(prompt.token_ids)
+        _check_length(config, len(tokens))
+        asked = replace(prompt, uid=f"chat:{number}", token_ids=tuple(tokens))
+        responses = sampler.run([asked], replace(plain, num_responses=1, seed=number), "chat")
+        found = sampler.shown(responses, [0])
+        (whole,) = world.from_main(lambda found=found: [one.completion for one in found or ()])
+        if world.is_main:
+            print("\n".join(said(whole, decode)), flush=True)
+        tokens += whole.token_ids
+        if tokens[-1] != rendering.end_token_id:
+            tokens.append(rendering.end_token_id)
+
+
+def said(whole: Completion, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """A line, or several, for each turn of the model and for each answer to it."""
+    begin = end = 0
+    for span in (*whole.spans, None):
+        # Weights change within a turn, too.
+        if span is None or span.version == APPENDED:
+            if begin < end:
+                yield f"model: {decode(whole.token_ids[begin:end]).strip()}"
+            begin = end
+        if span is not None and span.version == APPENDED:
+            yield f"  -> {decode(whole.token_ids[end : span.end]).strip()}"
+            begin = span.end
+        end = end if span is None else span.end
+
+
+def _line() -> str:
+    try:
+        return input("you: ").strip()
+    except EOFError:
+        return ""
+
+
+def _check_length(config: Config, length: int) -> None:
+    limit = config.rollout.max_prompt_tokens
+    if length > limit:
+        raise ValueError(
+            f"the conversation has {length} tokens, rollout.max_prompt_tokens = {limit}; add"
+            f" rollout.max_prompt_tokens={2 * limit}"
+        )
