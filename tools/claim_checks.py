@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Annotated, Literal
 
+import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from scipy import stats
 
 from megatron_rl.reporting.intervals import Interval, student
 
-Verdict = Literal["reproduced", "not reproduced", "inconclusive"]
+Verdict = Literal["superior", "inferior", "equivalent", "undecided"]
+VERDICTS: tuple[Verdict, ...] = ("superior", "inferior", "equivalent", "undecided")
+LEVEL = 0.05
+POWER = 0.8
+FEWEST = 12  # seeds of a claim that is to be decided
 Steps = Mapping[int, float]  # of one metric of a run
 Runs = Mapping[str, Mapping[int, Mapping[str, Steps]]]  # cell, seed, metric
 START = "start"  # stands for a cell: the other one's run before its first step
@@ -24,16 +31,18 @@ class Strict(BaseModel):
 
 
 class Check(Strict):
-    """``more`` has a larger value of ``metric`` than ``less``; or ``same`` differ by less than
-    ``within``. ``steps``: the mean over the values in this range, first and last included; without
-    it, the last value. A training metric has one value for every five steps, their mean. In place
-    of a cell, ``start`` is the other one's value at step 0, which held-out metrics have."""
+    """``more`` has a larger value of ``metric`` than ``less``, in the paper by ``effect``; or
+    ``same`` differ by less than ``within``. ``steps``: the mean over the values in this range,
+    first and last included; without it, the last value. A training metric has one value for every
+    five steps, their mean. In place of a cell, ``start`` is the other one's value at step 0, which
+    held-out metrics have."""
 
     metric: str
     more: str | None = None
     less: str | None = None
     same: tuple[str, str] | None = None
     within: Annotated[float, Field(gt=0)] | None = None
+    effect: Annotated[float, Field(gt=0)] | None = None
     steps: tuple[int, int] | None = None
 
     @model_validator(mode="after")
@@ -50,6 +59,11 @@ class Check(Strict):
     def pair(self) -> tuple[str, str]:
         """The difference is the first cell's value minus the second's."""
         return self.same or (str(self.more), str(self.less))
+
+    @property
+    def margin(self) -> float | None:
+        """Differences below it count as none."""
+        return self.effect / 2 if self.effect else self.within
 
     @property
     def text(self) -> str:
@@ -76,6 +90,7 @@ class Claim(Strict):
     says: str  # the paper
     expected: str  # at this scale, and why
     about: tuple[str, ...] = ()  # methods whose cards name it, beside those of its cells
+    experiment: Literal["lab", "lab_exact"] = "lab"
     lab: tuple[str, ...] = ()  # options of its make.py
     train_on: tuple[str, ...] = ()  # kinds of prompts; the others are only held out; () = all
     plugin: Path | None = None  # what the runs load; a file of the claim's folder
@@ -98,6 +113,11 @@ class Claim(Strict):
         return self
 
     @property
+    def is_exact(self) -> bool:
+        """Whether held-out accuracy is computed from the weights, not sampled."""
+        return self.experiment == "lab_exact"
+
+    @property
     def metrics(self) -> list[str]:
         """What is kept of a run."""
         of_checks = [check.metric for check in self.checks]
@@ -106,11 +126,13 @@ class Claim(Strict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs say of a check."""
+    """What the runs say of a check. ``smallest``: the difference that so many seeds decide four
+    times in five."""
 
     check: Check
     seeds: tuple[int, ...]
     student: Interval
+    smallest: float
     verdict: Verdict
 
 
@@ -121,19 +143,113 @@ def read_claim(folder: Path) -> Claim:
     return Claim.model_validate(values)
 
 
-def outcome(check: Check, runs: Runs) -> Outcome:
-    """The paired differences over the seeds that both cells have, and the verdict.
+def outcomes(checks: Sequence[Check], runs: Runs) -> list[Outcome]:
+    """The paired differences over the seeds that both cells have, and the verdicts of a claim.
 
-    An ordered check is reproduced where the interval lies above 0, not reproduced where it lies
-    below. ``same`` is reproduced where it lies within the margin, not where it lies outside.
+    The first cell is superior or inferior where a t test finds a difference, and the two are
+    equivalent where two one-sided ones find it within the margin, half of the paper's effect
+    (TOST, Schuirmann 1987), at 5 % after Holm's correction over the tests of either kind. Where
+    both hold, the one that the paper speaks of counts.
     """
-    seeds = tuple(sorted(set.intersection(*(set(runs[cell]) for cell in check.cells))))
-    differences = []
-    for seed in seeds:
-        of_first, of_second = [_of_seed(cell, seed, check, runs) for cell in check.pair]
-        differences.append(of_first - of_second)
-    interval = student(differences)
-    return Outcome(check, seeds, interval, verdict(check, interval))
+    paired = [_differences(check, runs) for check in checks]
+    values = [list(of_seeds.values()) for of_seeds in paired]
+    different = holm([p_different(some) for some in values])
+    with_margin = [place for place, check in enumerate(checks) if check.margin]
+    close = [p_within(values[place], checks[place].margin or 0.0) for place in with_margin]
+    p_close = dict(zip(with_margin, holm(close), strict=True))
+    found = []
+    for place, (check, of_seeds) in enumerate(zip(checks, paired, strict=True)):
+        interval = student(values[place])
+        words: list[Verdict] = []
+        if different[place] <= LEVEL:
+            words.append("superior" if interval.mean > 0 else "inferior")
+        if p_close.get(place, 1.0) <= LEVEL:
+            words.insert(0 if check.same else len(words), "equivalent")
+        smallest = smallest_decided(_spread(values[place]), len(of_seeds))
+        words.append("undecided")
+        found.append(Outcome(check, tuple(of_seeds), interval, smallest, words[0]))
+    return found
+
+
+def _differences(check: Check, runs: Runs) -> dict[int, float]:
+    """By seed."""
+    seeds = sorted(set.intersection(*(set(runs[cell]) for cell in check.cells)))
+    first, second = check.pair
+    return {
+        seed: _of_seed(first, seed, check, runs) - _of_seed(second, seed, check, runs)
+        for seed in seeds
+    }
+
+
+def spreads(runs: Runs, steps: tuple[int, int] | None) -> dict[str, float]:
+    """By metric the standard deviation of the paired difference, as the root of the mean variance
+    over all pairs of cells; ``steps``: as a check has them."""
+    found = {}
+    metrics = {metric for seeds in runs.values() for of_run in seeds.values() for metric in of_run}
+    for metric in sorted(metrics):
+        pairs = [
+            Check(metric=metric, more=first, less=second, steps=steps)
+            for first, second in combinations(runs, 2)
+        ]
+        variances = [_spread([*_differences(pair, runs).values()]) ** 2 for pair in pairs]
+        found[metric] = float(np.sqrt(fmean(variances)))
+    return found
+
+
+def _spread(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else np.inf
+
+
+def p_different(values: Sequence[float]) -> float:
+    """Of Student's two-sided test that the mean is 0; 1 of values that do not decide it."""
+    return _p(values, 0.0, "two-sided")
+
+
+def p_within(values: Sequence[float], margin: float) -> float:
+    """Of the two one-sided tests that the mean lies ``margin`` or more from 0."""
+    return max(_p(values, -margin, "greater"), _p(values, margin, "less"))
+
+
+def _p(values: Sequence[float], mean: float, side: str) -> float:
+    if len(values) < 2:
+        return 1.0
+    if not np.ptp(values):  # no spread: decided, but where it is the mean itself
+        above = values[0] - mean
+        return float(not {"two-sided": above != 0, "greater": above > 0, "less": above < 0}[side])
+    return float(stats.ttest_1samp(values, mean, alternative=side).pvalue)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """The p values after Holm's correction (1979) for their number."""
+    order = np.argsort(values)
+    adjusted = np.empty(len(values))
+    scaled = np.asarray(values)[order] * np.arange(len(values), 0, -1)
+    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return adjusted.tolist()
+
+
+def smallest_decided(spread: float, num_seeds: int) -> float:
+    """The true difference that one test of ``num_seeds`` differences with this standard deviation
+    finds with ``POWER``: (t(0.975) + t(0.8)) spread / sqrt(num_seeds), nearly."""
+    if num_seeds < 2:
+        return np.inf
+    quantiles = stats.t.ppf([1 - LEVEL / 2, POWER], num_seeds - 1)
+    return float(quantiles.sum() * spread / np.sqrt(num_seeds))
+
+
+def needed(check: Check, spread: float) -> int | None:
+    """Seeds, at least ``FEWEST``, that find the paper's effect if it is there and equivalence if
+    the cells do not differ, each with ``POWER``; None: a check without a margin."""
+    if check.margin is None:
+        return None
+    num_seeds = FEWEST
+    while True:
+        # Both one-sided tests have to reject: each with 1 - (1 - POWER) / 2.
+        quantiles = stats.t.ppf([1 - LEVEL, (1 + POWER) / 2], num_seeds - 1)
+        equivalent = quantiles.sum() * spread / np.sqrt(num_seeds) <= check.margin
+        if equivalent and smallest_decided(spread, num_seeds) <= (check.effect or np.inf):
+            return num_seeds
+        num_seeds += 1
 
 
 def _of_seed(cell: str, seed: int, check: Check, runs: Runs) -> float:
@@ -157,19 +273,6 @@ def value(steps: Steps, check: Check) -> float:
     return fmean(chosen)
 
 
-def verdict(check: Check, interval: Interval) -> Verdict:
-    margin = check.within or 0.0
-    if check.same:
-        if -margin <= interval.low and interval.high <= margin:
-            return "reproduced"
-        outside = interval.low > margin or interval.high < -margin
-    else:
-        if interval.low > 0:
-            return "reproduced"
-        outside = interval.high < 0
-    return "not reproduced" if outside else "inconclusive"
-
-
 def overall(outcomes: Sequence[Outcome]) -> str:
     """One word, or how many of the checks had which outcome."""
     verdicts = {one.verdict for one in outcomes}
@@ -183,5 +286,4 @@ def tally(outcomes: Sequence[Outcome]) -> str:
 
 def _counts(outcomes: Sequence[Outcome]) -> str:
     verdicts = [one.verdict for one in outcomes]
-    kinds: tuple[Verdict, ...] = ("reproduced", "not reproduced", "inconclusive")
-    return ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts)
+    return ", ".join(f"{verdicts.count(kind)} {kind}" for kind in VERDICTS if kind in verdicts)

@@ -21,6 +21,13 @@ from megatron_rl.reporting.intervals import Interval, student
 from megatron_rl.reporting.metrics_file import is_held_out
 from tools.claim_checks import Claim, Outcome, Runs, Steps, overall
 
+EXACT = "the lab that decides: exact probabilities, evaluations of steps 80 to 120."
+SAMPLED = (
+    "the first lab, of sampled answers. One evaluation of 96 prompts decides, too few for what"
+    " papers report, and settings may lie outside the paper's regime: these are no data of"
+    " the lab that decides ([which claims have some](../README.md)). What came out was written by"
+    " single intervals, before verdicts were corrected for their number."
+)
 # Of metrics that the pages of reports do not show.
 UNITS = {
     "credit/advantage_positive_sum": "advantage, sum of a step",
@@ -67,6 +74,8 @@ def page(
             f"# {claim.title}",
             "",
             f"**{overall(outcomes)}** ({len(seeds)} paired seeds)",
+            "",
+            f"Design: {EXACT if claim.is_exact else SAMPLED}",
             "",
             f"Source: {claim.source}.",
             "",
@@ -117,18 +126,19 @@ def _wall(rows: Sequence[dict[str, Any]]) -> str:
 
 def _checks(outcomes: Sequence[Outcome]) -> list[str]:
     lines = [
-        "| check | difference | 95 % | verdict |",
-        "|---|---|---|---|",
+        "| check | difference | 95 % | decides, at 80 % power | verdict |",
+        "|---|---|---|---|---|",
     ]
     for one in outcomes:
         mean = f"{one.student.mean:+.4f}"
-        lines.append(f"| {one.check.text} | {mean} | {bounds(one.student)} | {one.verdict} |")
+        told = f"{mean} | {bounds(one.student)} | {one.smallest:.4f} | {one.verdict}"
+        lines.append(f"| {one.check.text} | {told} |")
     return lines
 
 
 def told(outcomes: Sequence[Outcome]) -> str:
     """The checks that are decided, each with its verdict; where there are none, the first."""
-    decided = [one for one in outcomes if one.verdict != "inconclusive"]
+    decided = [one for one in outcomes if one.verdict != "undecided"]
     return "; ".join(_told(one) for one in decided or outcomes[:1])
 
 

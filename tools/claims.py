@@ -2,6 +2,7 @@
 
     python tools/claims.py run nsr_keeps_coverage      # the runs, then the page
     python tools/claims.py page nsr_keeps_coverage     # the page again, from the committed data
+    python tools/claims.py plan exact/mapo             # seeds that claims need, by its spread
 
 A claim is a folder of examples/claims: ``claim.yaml`` says what is compared. ``run`` makes tasks
 and model of examples/claims/lab, trains every cell with every seed by the sweep (runs that are
@@ -19,16 +20,28 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from examples.claims.lab.exact import measured
 from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.reporting.metrics_file import is_held_out, read_metrics, series
 from megatron_rl.sweeping.running import CONSOLE
-from tools.claim_checks import Claim, Outcome, Runs, outcome, overall, read_claim, tally
+from tools.claim_checks import (
+    Claim,
+    Outcome,
+    Runs,
+    needed,
+    outcomes,
+    overall,
+    read_claim,
+    spreads,
+    tally,
+)
 from tools.claim_page import draw, page, told
 
 REPO = Path(__file__).resolve().parents[1]
@@ -39,7 +52,10 @@ BLOCK = 5
 DIGITS = 6
 # Kept of every run that has them: pass@64 of 64 responses begins near 1, these have room above.
 ALWAYS = ("eval/pass_at_8", "eval/pass_at_16")
-HEAD = "| claim | comparisons | those that are decided, with their intervals; else the first |"
+HEAD = (
+    "| claim | lab | comparisons | those that are decided, with their intervals; else the first |"
+)
+PLANNED = (80, 120)  # steps whose evaluations are averaged in the exact lab
 PAGE = CLAIMS / "README.md"  # with the table of claims
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -94,7 +110,7 @@ def train(claim: Claim, out: Path, made: Path, parallel: int, more: Sequence[str
         command += ["--parallel", str(parallel)]
         command += ["--plugin", str(claim.plugin)] if claim.plugin else []
         command += ["--out", str(folder), "--config-dir", str(LAB / "conf")]
-        command += ["experiment=lab", f"model.path={made / 'model'}"]
+        command += [f"experiment={claim.experiment}", f"model.path={made / 'model'}"]
         command += [f"data.{name}={file}" for name, file in files.items()]
         command += [f"reward.function={LAB / 'tasks.py'}:score", *own, f"seed={seeds}", *more]
         _run(command)
@@ -110,17 +126,19 @@ def collect(claim: Claim, out: Path) -> list[dict[str, Any]]:
     for cell, overrides in claim.cells.items():
         folder = cell_folder(out, claim, overrides)
         for seed in range(1, claim.num_seeds + 1):
-            of_run = _of_run(folder / f"seed-{seed}", claim.metrics)
+            of_run = _of_run(folder / f"seed-{seed}", claim)
             rows.append({"cell": cell, "seed": seed, **of_run})
     return rows
 
 
-def _of_run(run: Path, metrics: Sequence[str]) -> dict[str, Any]:
+def _of_run(run: Path, claim: Claim) -> dict[str, Any]:
     rows = read_metrics(run / "metrics.jsonl")
+    held_out = measured(run) if claim.is_exact else rows
+    metrics = claim.metrics
     saved = json.loads((run / "config.json").read_text("utf-8"))
     kept = {}
     for metric in dict.fromkeys([*metrics, *ALWAYS]):
-        steps, values = series(rows, metric)
+        steps, values = series(held_out if is_held_out(metric) else rows, metric)
         if not steps and metric in metrics:
             raise ValueError(f"{run}: has no {metric}; correct `checks` and `curves`")
         if not steps:
@@ -182,33 +200,60 @@ def write_page(folder: Path) -> str:
     claim = read_claim(folder)
     rows = read_data(folder)
     runs = by_cell(rows)
-    outcomes = [outcome(check, runs) for check in claim.checks]
+    found = outcomes(claim.checks, runs)
     draw(claim, runs, folder / "curves.png")
-    text = page(claim, folder.name, rows, runs, outcomes)
+    text = page(claim, name_of(folder), rows, runs, found)
     (folder / "README.md").write_text(text, encoding="utf-8")
-    return overall(outcomes)
+    return overall(found)
+
+
+def name_of(folder: Path) -> str:
+    """What the commands call a claim: its folder below ``CLAIMS``."""
+    return str(folder.relative_to(CLAIMS)) if folder.is_relative_to(CLAIMS) else folder.name
 
 
 def tried() -> dict[str, tuple[Claim, list[Outcome]]]:
-    """Every claim that has been run, by the name of its folder."""
+    """Every claim that has been run, by its name."""
     found = {}
-    for file in sorted(CLAIMS.glob("*/data.jsonl")):
+    for file in sorted(CLAIMS.rglob("data.jsonl")):
         claim = read_claim(file.parent)
         runs = by_cell(read_data(file.parent))
-        found[file.parent.name] = (claim, [outcome(check, runs) for check in claim.checks])
+        found[name_of(file.parent)] = (claim, outcomes(claim.checks, runs))
     return found
+
+
+def plan(folder: Path) -> str:
+    """Seeds that the checks of every claim of the exact lab need, by the standard deviations of
+    the paired differences in the data of a pilot; beside them those of its sampled namesake."""
+    pilot = spreads(by_cell(read_data(folder)), PLANNED)
+    namesake = CLAIMS / folder.name
+    sampled = (
+        spreads(by_cell(read_data(namesake)), None) if (namesake / "data.jsonl").is_file() else {}
+    )
+    lines = [
+        f"{metric}: standard deviation {spread:.4f}, sampled {sampled.get(metric, nan):.4f}"
+        for metric, spread in pilot.items()
+    ]
+    for file in sorted(CLAIMS.glob("exact/*/claim.yaml")):
+        checks = read_claim(file.parent).checks
+        seeds = [needed(one, pilot[one.metric]) for one in checks if one.metric in pilot]
+        known = [number for number in seeds if number]
+        most = max(known, default="not known")
+        lines.append(f"{file.parent.name}: {most} seeds for {len(known)} of {len(checks)} checks")
+    return "\n".join(lines)
 
 
 def table() -> str:
     """The claims with their verdicts, in Markdown."""
     rows = []
     every_outcome: list[Outcome] = []
-    for name, (claim, outcomes) in tried().items():
+    for name, (claim, found) in tried().items():
         link = f"[{claim.title}]({name}/README.md)"
-        rows.append(f"| {link} | {overall(outcomes)} | {told(outcomes)} |")
-        every_outcome += outcomes
-    rows.append(f"| all of them | {tally(every_outcome)} | |")
-    return "\n".join([HEAD, "|---|---|---|", *rows])
+        design = "exact" if claim.is_exact else "sampled"
+        rows.append(f"| {link} | {design} | {overall(found)} | {told(found)} |")
+        every_outcome += found
+    rows.append(f"| all of them | | {tally(every_outcome)} | |")
+    return "\n".join([HEAD, "|---|---|---|---|", *rows])
 
 
 def write_table() -> None:
@@ -221,7 +266,7 @@ def write_table() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("what", choices=("run", "page", "plan"))
     parser.add_argument("claim", type=Path, help="its folder, or the folder's name")
     parser.add_argument("--out", type=Path, default=REPO / "runs" / "claims", help="of the runs")
     parser.add_argument("--parallel", type=int, default=2, metavar="N", help="runs at a time")
@@ -229,8 +274,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_intermixed_args(argv)
     folder = options.claim if options.claim.is_dir() else CLAIMS / options.claim
     if not (folder / "claim.yaml").is_file():
-        names = sorted(file.parent.name for file in CLAIMS.glob("*/claim.yaml"))
+        names = sorted(name_of(file.parent) for file in CLAIMS.rglob("claim.yaml"))
         parser.error(f"{options.claim}: no such claim; there are {', '.join(names)}")
+    if options.what == "plan":
+        if not (folder / "data.jsonl").is_file():
+            parser.error(f"{options.claim}: has no data to plan by; run it first")
+        print(plan(folder))
+        return
     claim = read_claim(folder)
     if options.what == "run":
         (REPO / ".work").mkdir(exist_ok=True)
@@ -239,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = collect(claim, options.out)
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "data.jsonl").write_text(text, encoding="ascii")
-    print(f"{folder.name}: {write_page(folder)}")
+    print(f"{name_of(folder)}: {write_page(folder)}")
     write_table()
     every_outcome = [one for _, outcomes in tried().values() for one in outcomes]
     print(f"all claims: {tally(every_outcome)}")

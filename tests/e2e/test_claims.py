@@ -1,4 +1,4 @@
-"""A claim from nothing to its page: tasks, starting model, paired runs, verdict."""
+"""A claim from nothing to its page: tasks, starting model, paired runs, exact accuracy, verdict."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_rl.reporting.metrics_file import read_metrics, series
 from tests.launch import REPO, run
 
 pytestmark = pytest.mark.full
@@ -20,6 +21,8 @@ CLAIM = {
     "expected": "nothing",
     "cells": {"grpo": ["method=grpo"], "psr": ["method=psr"]},
     "differ": ["method"],
+    "experiment": "lab_exact",
+    "lab": ["--exact"],
     "num_seeds": 2,
     "checks": [{"metric": "eval/pass_at_2", "more": "psr", "less": "grpo"}],
     "curves": ["eval/pass_at_1", "eval/pass_at_2", "rollout/entropy"],
@@ -28,8 +31,11 @@ SHORT = [
     "trainer.num_steps=5",
     "batch.prompts_per_step=4",
     "batch.prompts_per_minibatch=4",
-    "evaluation.num_prompts=8",
-    "evaluation.responses_per_prompt=2",
+    "checkpoint.export_every_steps=5",
+    "evaluation.at_start=true",
+    "evaluation.at_end=true",
+    "evaluation.num_prompts=48",
+    "evaluation.responses_per_prompt=64",
     "evaluation.pass_at=[1,2]",
 ]
 
@@ -52,6 +58,13 @@ def test_a_claim_is_run_and_written_down(tmp_path: Path) -> None:
     at_start = "eval/pass_at_1"
     for seed in (1, 2):  # a pair: the same weights, asked the same
         assert of_seed["grpo", seed][at_start]["0"] == of_seed["psr", seed][at_start]["0"]
+    # Exact pass@1 beside that of 48 x 64 answers of the engine, at the start and after training.
+    sampled = series(read_metrics(next(tmp_path.glob("runs/*psr*/seed-1/metrics.jsonl"))), at_start)
+    assert sampled[0] == [0, 5]
+    for step, share in zip(*sampled, strict=True):
+        exact = of_seed["psr", 1][at_start][str(step)]
+        assert 0.05 < exact < 0.95
+        assert share == pytest.approx(exact, abs=4 * (exact * (1 - exact) / (48 * 64)) ** 0.5)
     page = (folder / "README.md").read_text("utf-8")
     assert "| eval/pass_at_2: psr above grpo |" in page
     assert (folder / "curves.png").stat().st_size > 10_000

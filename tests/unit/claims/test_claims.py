@@ -19,12 +19,30 @@ from megatron_rl.config.keys import flat, within
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
 from megatron_rl.sweeping.trials import check as check_configs
-from tools.claim_checks import Check, Claim, Outcome, outcome, overall, read_claim, tally
+from tools.claim_checks import (
+    Check,
+    Claim,
+    Outcome,
+    holm,
+    needed,
+    outcomes,
+    overall,
+    p_different,
+    p_within,
+    read_claim,
+    smallest_decided,
+    tally,
+)
 from tools.claim_page import told
-from tools.claims import CLAIMS, block_means, train_file
+from tools.claims import CLAIMS, block_means, name_of, train_file
 
-FOLDERS = sorted(file.parent for file in CLAIMS.glob("*/claim.yaml"))
-NAMES = [folder.name for folder in FOLDERS]
+FOLDERS = sorted(file.parent for file in CLAIMS.rglob("claim.yaml"))
+NAMES = [name_of(folder) for folder in FOLDERS]
+
+
+def outcome(check: Check, of_cells) -> Outcome:
+    """Of a claim with this check alone."""
+    return outcomes([check], of_cells)[0]
 
 
 def runs(first: list[float], second: list[float], metric: str = "m"):
@@ -41,7 +59,7 @@ def test_a_pair_is_a_seed() -> None:
     half = 4.302653 * 0.1 / 3**0.5  # t(0.975, 2) of the table, sample deviation 0.1
     assert found.student.mean == pytest.approx(0.2)
     assert found.student.low == pytest.approx(0.2 - half, abs=1e-6)
-    assert found.verdict == "inconclusive"
+    assert found.verdict == "undecided"
 
 
 def test_a_seed_that_one_cell_lacks_is_left_out() -> None:
@@ -52,9 +70,9 @@ def test_a_seed_that_one_cell_lacks_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "verdict"),
     [
-        ([1.0, 1.1, 1.2], [0.0, 0.11, 0.2], "reproduced"),
-        ([0.0, 0.11, 0.2], [1.0, 1.1, 1.2], "not reproduced"),
-        ([0.0, 1.0, 0.5], [0.5, 0.4, 0.6], "inconclusive"),
+        ([1.0, 1.1, 1.2], [0.0, 0.11, 0.2], "superior"),
+        ([0.0, 0.11, 0.2], [1.0, 1.1, 1.2], "inferior"),
+        ([0.0, 1.0, 0.5], [0.5, 0.4, 0.6], "undecided"),
     ],
 )
 def test_order(first, second, verdict) -> None:
@@ -64,15 +82,83 @@ def test_order(first, second, verdict) -> None:
 @pytest.mark.parametrize(
     ("second", "verdict"),
     [
-        ([1.001, 1.0, 0.999], "reproduced"),
-        ([1.201, 1.2, 1.199], "not reproduced"),
-        ([0.8, 1.0, 1.2], "inconclusive"),
-        ([1.0499, 1.05, 1.0501], "inconclusive"),  # on the margin
+        ([1.001, 1.0, 0.999], "equivalent"),
+        ([1.201, 1.2, 1.199], "superior"),
+        ([0.8, 1.0, 1.2], "undecided"),
+        ([1.0499, 1.05, 1.0501], "superior"),  # on the margin
     ],
 )
 def test_sameness_needs_a_margin(second, verdict) -> None:
     found = outcome(Check(metric="m", same=("b", "a"), within=0.05), runs([1.0] * 3, second))
     assert found.verdict == verdict
+
+
+def test_p_values_by_hand() -> None:
+    """Differences 1, 2, 3: t = 2 / (1 / sqrt(3)) = 3.4641 on 2 degrees of freedom, where the upper
+    tail is (1 - t / sqrt(t^2 + 2)) / 2 = 0.03709. Beside a margin of 4 t is -3.4641 above, and
+    beyond it below."""
+    tail = (1 - 12**0.5 / 14**0.5) / 2
+    assert p_different([1.0, 2.0, 3.0]) == pytest.approx(2 * tail)
+    assert p_within([1.0, 2.0, 3.0], 4.0) == pytest.approx(tail)
+    assert p_within([-1.0, -2.0, -3.0], 4.0) == pytest.approx(tail)
+    assert p_different([0.0, 0.0]) == 1
+    assert p_different([0.5, 0.5]) == 0
+    assert p_within([0.5, 0.5], 0.5) == 1
+    assert p_within([0.5, 0.5], 0.6) == 0
+
+
+def test_holm_by_hand() -> None:
+    """0.01 times 3, 0.02 times 2, and 0.03 no less than what came before."""
+    assert holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    assert holm([0.9, 0.8]) == [1, 1]
+    assert holm([]) == []
+
+
+def test_a_claim_of_several_checks_corrects_them() -> None:
+    """1, 2, 3, 4 has t = 2.5 / (1.2910 / 2) = 3.8730 on 3 degrees of freedom, p = 0.0305: decided
+    alone, and not as the smaller of two."""
+    of_cells = runs([1.0, 2.0, 3.0, 4.0], [0.0] * 4)
+    unclear = runs([1.0, -1.0, 2.0, -2.0], [0.0] * 4, "n")
+    both = {
+        cell: {seed: metrics | unclear[cell][seed] for seed, metrics in of_cells[cell].items()}
+        for cell in of_cells
+    }
+    check = Check(metric="m", more="a", less="b")
+    assert p_different([1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.0305, abs=1e-4)
+    assert outcome(check, both).verdict == "superior"
+    found = outcomes([check, Check(metric="n", more="a", less="b")], both)
+    assert [one.verdict for one in found] == ["undecided", "undecided"]
+
+
+@pytest.mark.parametrize(
+    ("first", "verdict"),
+    [
+        ([1.001, 1.0, 0.999], "equivalent"),  # within 0.05, half of the effect
+        ([1.012, 1.010, 1.011], "superior"),  # less than half of the effect, and yet above
+        ([1.2, 0.8, 1.0], "undecided"),
+    ],
+)
+def test_less_than_half_of_the_effect_is_none(first, verdict) -> None:
+    check = Check(metric="m", more="a", less="b", effect=0.1)
+    assert outcome(check, runs(first, [1.0] * 3)).verdict == verdict
+
+
+def test_power_by_hand() -> None:
+    """t(0.975, 11) = 2.2010 and t(0.8, 11) = 0.8755 of the tables: 3.0765 x 0.011 / sqrt(12)."""
+    assert smallest_decided(0.011, 12) == pytest.approx(0.009769, abs=2e-6)
+    assert smallest_decided(0.011, 1) == float("inf")
+    spread = [1.0, 2.0, 3.0]
+    found = outcome(Check(metric="m", more="a", less="b"), runs(spread, [0.0] * 3))
+    assert found.smallest == pytest.approx((4.302653 + 1.060660) / 3**0.5, abs=1e-5)
+
+
+def test_seeds_that_a_check_needs_by_hand() -> None:
+    """Equivalence within 0.5: (t(0.95) + t(0.9)) / sqrt(n) is (1.6896 + 1.3062) / 6 = 0.4993 of 36
+    seeds, and (1.6909 + 1.3070) / 5.9161 = 0.5067 of 35; an effect of 1 needs fewer."""
+    assert needed(Check(metric="m", more="a", less="b", effect=1.0), 1.0) == 36
+    assert needed(Check(metric="m", same=("a", "b"), within=0.5), 1.0) == 36
+    assert needed(Check(metric="m", more="a", less="b", effect=1.0), 0.01) == 12
+    assert needed(Check(metric="m", more="a", less="b"), 1.0) is None
 
 
 def test_steps_are_averaged() -> None:
@@ -109,8 +195,8 @@ def test_a_cell_is_compared_with_its_own_start() -> None:
 def test_a_fall_below_the_start_can_be_what_the_paper_says() -> None:
     values = [{"m": {0: 0.9, 20: 0.8 + seed / 1000}} for seed in range(3)]
     of_cells = {"a": dict(enumerate(values))}
-    assert outcome(Check(metric="m", more="start", less="a"), of_cells).verdict == "reproduced"
-    assert outcome(Check(metric="m", more="a", less="start"), of_cells).verdict == "not reproduced"
+    assert outcome(Check(metric="m", more="start", less="a"), of_cells).verdict == "superior"
+    assert outcome(Check(metric="m", more="a", less="start"), of_cells).verdict == "inferior"
 
 
 def test_a_metric_without_a_start_is_named() -> None:
@@ -120,7 +206,7 @@ def test_a_metric_without_a_start_is_named() -> None:
 
 
 def three_outcomes() -> tuple[Outcome, Outcome, Outcome]:
-    """Reproduced, not reproduced and inconclusive, by differences of 1, -1 and around 0."""
+    """Superior, inferior and undecided, by differences of 1, -1 and around 0."""
     check = Check(metric="m", more="a", less="b")
     good = outcome(check, runs([1.0, 1.1, 1.2], [0.0, 0.1, 0.2]))
     bad = outcome(check, runs([0.0, 0.1, 0.2], [1.0, 1.1, 1.2]))
@@ -129,9 +215,9 @@ def three_outcomes() -> tuple[Outcome, Outcome, Outcome]:
 
 def test_the_whole_verdict_counts_where_checks_differ() -> None:
     good, bad, _ = three_outcomes()
-    assert overall([good, good]) == "reproduced"
-    assert overall([good, bad, good]) == "2 reproduced, 1 not reproduced"
-    assert tally([good, good]) == "2 checks: 2 reproduced"
+    assert overall([good, good]) == "superior"
+    assert overall([good, bad, good]) == "2 superior, 1 inferior"
+    assert tally([good, good]) == "2 checks: 2 superior"
 
 
 def test_a_table_tells_what_was_decided() -> None:
@@ -139,10 +225,10 @@ def test_a_table_tells_what_was_decided() -> None:
     good, bad, open_one = three_outcomes()
     shown = told([open_one, good, bad])
     assert shown == (
-        "m: a above b: +1.0000 (+1.0000 to +1.0000), reproduced; "
-        "m: a above b: -1.0000 (-1.0000 to -1.0000), not reproduced"
+        "m: a above b: +1.0000 (+1.0000 to +1.0000), superior; "
+        "m: a above b: -1.0000 (-1.0000 to -1.0000), inferior"
     )
-    assert told([open_one, open_one]).startswith("m: a above b: +0.0000 (-1.2421 to +1.2421), inc")
+    assert told([open_one, open_one]).startswith("m: a above b: +0.0000 (-1.2421 to +1.2421), und")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +269,7 @@ def configs_of(claim: Claim) -> dict[str, Config]:
     load_plugins([str(claim.plugin)] if claim.plugin else [])
     data = ["model.path=M", "data.train=t.jsonl", "data.eval=e.jsonl"]
     cells = [
-        ["experiment=lab", *data, *claim.overrides, *overrides]
+        [f"experiment={claim.experiment}", *data, *claim.overrides, *overrides]
         for overrides in claim.cells.values()
     ]
     root = Root(config_dir=CLAIMS / "lab" / "conf")
