@@ -7,14 +7,18 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 
 run_dir=runs/quickstart_cpu
+plugins=()
+previous=
 for word in "$@"; do
-    case $word in run_dir=*) run_dir=${word#run_dir=} ;; esac
+    case $word in run_dir=*) run_dir=${word#run_dir=} ;; --plugin=*) plugins+=("$word") ;; esac
+    [ "$previous" != --plugin ] || plugins+=(--plugin "$word")
+    previous=$word
 done
 "$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 -m megatron_rl.train \
     experiment=quickstart_cpu model.path="$model" "$@"
 [ -d "$run_dir/export" ] || exit 0 # stopped on request, or without an export
 python=${python#"$PWD/"}
-"$python" "$repo/tools/before_after.py" "$run_dir"
+"$python" "$repo/tools/before_after.py" "$run_dir" "${plugins[@]}"
 cat <<EOF
 picture: $run_dir/curves.png
 next:
