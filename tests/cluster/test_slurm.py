@@ -86,12 +86,9 @@ def test_a_stopped_job_is_requeued_and_goes_on(slurm_env, tmp_path):
     # The folder of submission comes first on the path of `python -m`: its megatron_rl.train is the
     # stand-in.
     package = tmp_path / "megatron_rl"
-    guard = package / "runtime/guard"
-    guard.mkdir(parents=True)
-    for folder in (package, guard.parent, guard):
-        (folder / "__init__.py").touch()  # else one on PYTHONPATH that is a package would go first
+    package.mkdir()
+    (package / "__init__.py").write_text(f"__path__.append({str(REPO / 'megatron_rl')!r})\n")
     shutil.copy(REPO / "tests/cluster/stand_in_train.py", package / "train.py")
-    shutil.copy(REPO / "megatron_rl/runtime/guard/signals.py", guard)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "requeue").write_text("7\n")  # left by an earlier start

@@ -65,7 +65,7 @@ def main() -> None:
     config = read_config(model, *overrides)
     policy = build_policy(config, 1024)
     engine, weight_sync = build_engine(config, world, policy)
-    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
+    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes))
     source = Colocation(policy, engine, weight_sync, config.memory.offload, ledger)
     prompts = [
         Prompt(f"p{i}", tuple(range(3, 19)), "", "random") for i in range(8 * engine.num_replicas)
