@@ -3,10 +3,10 @@
     python tools/before_after.py RUN
     python tools/before_after.py RUN --plugin MY_ENVIRONMENT.py
 
-RUN is the folder of a run that has an export. ``right`` is said by the verifier of the prompt. With
-an environment the whole conversation is shown, and the last turn is judged, unless the environment
-gives the reward. Prompts with images
-(Qwen2.5-VL family) are drawn too, to RUN/answers.png.
+RUN is the folder of a run that has an export. The verifier of the prompt decides what is right.
+With an environment the whole conversation is shown, and the last turn is judged, unless the
+environment gives the reward. Prompts with images (Qwen2.5-VL family) are drawn too, to
+RUN/answers.png.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def continued(
         **seen,
     )
     new = made[0, asked.shape[1] :].tolist()
-    # No sampler has drawn it: the logprobs are read by nobody.
+    # Nothing reads the logprobs.
     return joined(so_far, Completion(new, [0.0] * len(new), False, 0))
 
 

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.game_cpu.game import LARGEST, Guess
-from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts
@@ -33,34 +32,12 @@ from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings
 from megatron_rl.rollouts.environments.rendering import MessageRendering
 from megatron_rl.runtime.launch import configure_logging, start
 from megatron_rl.types import Prompt
-from tools.make_toy_model import (
-    CHAT_TEMPLATE,
-    MAX_PROMPT_TOKENS,
-    SPECIAL,
-    build_policy,
-    make_model,
-    make_tokenizer,
-    run,
-)
-from tools.make_toy_tools_model import Demonstration, warm_up
+from tools.make_toy_model import MAX_PROMPT_TOKENS, run, write_untrained
+from tools.make_toy_tools_model import Demonstration, parser_of_turns, taught
 
 QUESTION = f"a number from 1 to {LARGEST}"
 NUM_GAMES = {"games": 2000, "held_out": 128}
 SETTINGS = EnvironmentSettings("guess", (), 1.0, 1 << 30, 2000, "bubblewrap")
-
-
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="directory to write; must not exist")
-    add("--layers", type=int, default=2)
-    add("--hidden", type=int, default=128)
-    add("--steps", type=int, default=600, help="supervised steps")
-    add("--batch", type=int, default=24, help="games a step")
-    add("--right", type=float, default=0.25, help="share of guesses that go with the hints")
-    add("--learning-rate", type=float, default=3e-3)
-    add("--seed", type=int, default=0)
-    return parser.parse_args()
 
 
 def write_games(path: Path, seed: int) -> None:
@@ -111,32 +88,26 @@ def make(options: argparse.Namespace) -> None:
     settings = compose("config", ["experiment=game_cpu", "parallel=single", f"model.path={path}"])
     config = validate(Config, settings, "the configuration")
 
-    def write_untrained() -> None:
-        if path.exists():
-            raise ValueError(f"--out {path}: exists; give a new directory")
-        wordings = [f": {QUESTION}", "higher", "lower"]
-        make_tokenizer([], SPECIAL, CHAT_TEMPLATE, wordings).save_pretrained(path)
-        make_model(load_tokenizer(path), options).save_pretrained(path)
+    def untrained() -> None:
+        write_untrained(options, [f": {QUESTION}", "higher", "lower"])
         write_games(path, options.seed)
 
-    world.from_main(write_untrained)
+    world.from_main(untrained)
     tokenizer = load_tokenizer(path)
     rendering = MessageRendering(tokenizer, ("user",), str(path))
     prompts = load_prompts(config.data.train, config.data, tokenizer, MAX_PROMPT_TOKENS)
-    policy = build_policy(path, settings, options)
-    loss = warm_up(
-        policy,
+    steps = taught(
+        options,
+        settings,
         prompts,
         lambda prompt, rng: turns(prompt, tokenizer, rendering, rng, options.right),
-        options,
     )
-    policy.export(path)  # in place of all that was there
     world.from_main(lambda: write_games(path, options.seed))
     if world.is_main:
         seconds = time.perf_counter() - begin
-        print(f"{path}: {options.steps} supervised steps, loss {loss:.3f}; {seconds:.0f} s")
+        print(f"{path}: {steps}; {seconds:.0f} s")
     world.barrier()
 
 
 if __name__ == "__main__":
-    run(make, arguments())
+    run(make, parser_of_turns(__doc__, steps=600, batch=24, right=0.25).parse_args())

@@ -172,6 +172,17 @@ def make_model(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) 
     return Qwen3ForCausalLM(config)
 
 
+def write_untrained(
+    options: argparse.Namespace, wordings: Sequence[str], template: str = CHAT_TEMPLATE
+) -> None:
+    """Tokenizer and random weights, in ``options.out``. Raises ValueError where it is there."""
+    path = options.out
+    if path.exists():
+        raise ValueError(f"--out {path}: exists; give a new directory")
+    make_tokenizer([], template=template, wordings=wordings).save_pretrained(path)
+    make_model(load_tokenizer(path), options).save_pretrained(path)
+
+
 def correct(prompt: Prompt, rng: random.Random) -> str:
     """A right answer; of a palindrome's half every order is right, and as likely as any other."""
     if prompt.data_source != PALINDROMES:
@@ -306,13 +317,7 @@ def make(options: argparse.Namespace) -> None:
     data = validate(DataConfig, {**settings["data"], "train": options.tasks}, "data")
     path = options.out
 
-    def write_untrained() -> None:
-        if path.exists():
-            raise ValueError(f"--out {path}: exists; give a new directory")
-        make_tokenizer([], wordings=task_wordings(options.tasks)).save_pretrained(path)
-        make_model(load_tokenizer(path), options).save_pretrained(path)
-
-    world.from_main(write_untrained)
+    world.from_main(lambda: write_untrained(options, task_wordings(options.tasks)))
     tokenizer = load_tokenizer(path)
     held_out = load_prompts(data.eval, data, tokenizer, MAX_PROMPT_TOKENS)
     prompts = without_overlap(

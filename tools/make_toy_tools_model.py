@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,12 +39,10 @@ from megatron_rl.runtime.launch import configure_logging, start
 from megatron_rl.types import Prompt
 from tools.make_toy_model import (
     MAX_PROMPT_TOKENS,
-    SPECIAL,
     build_policy,
-    make_model,
-    make_tokenizer,
     run,
     task_wordings,
+    write_untrained,
 )
 
 TASKS = "reasoning_gym:products?min_terms=2&max_terms=2&min_digits=2&max_digits=2&size=8000&seed=3"
@@ -59,18 +58,26 @@ CHAT_TEMPLATE = (
 Demonstration = tuple[Sequence[int], Sequence[int]]  # what is read, what is written
 
 
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def parser_of_turns(
+    description: str | None, *, steps: int, batch: int, right: float
+) -> argparse.ArgumentParser:
+    """The options of a model that is shown conversations, with their defaults."""
+    parser = parser_of(description)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory to write; must not exist")
-    add("--experiment", default="tools_cpu", help="whose data settings count")
     add("--layers", type=int, default=2)
     add("--hidden", type=int, default=128)
-    add("--steps", type=int, default=800, help="supervised steps")
-    add("--batch", type=int, default=48, help="prompts a step")
-    add("--right", type=float, default=0.2, help="share of demonstrations with a call")
+    add("--steps", type=int, default=steps, help="supervised steps")
+    add("--batch", type=int, default=batch, help="prompts a step")
+    add("--right", type=float, default=right, help="share of turns shown as they should be")
     add("--learning-rate", type=float, default=3e-3)
     add("--seed", type=int, default=0)
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of_turns(__doc__, steps=800, batch=48, right=0.2)
+    parser.add_argument("--experiment", default="tools_cpu", help="whose data settings count")
     return parser.parse_args()
 
 
@@ -129,6 +136,20 @@ def warm_up(
     return sum(recent) / len(recent)
 
 
+def taught(
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    prompts: Sequence[Prompt],
+    demonstrations: Callable[[Prompt, random.Random], list[Demonstration]],
+) -> str:
+    """Collective: supervised steps and the export, in place of all that was there. Returns what to
+    print of them."""
+    policy = build_policy(options.out, settings, options)
+    loss = warm_up(policy, prompts, demonstrations, options)
+    policy.export(options.out)
+    return f"{options.steps} supervised steps, loss {loss:.3f}"
+
+
 def make(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     world = start()
@@ -139,35 +160,29 @@ def make(options: argparse.Namespace) -> None:
     settings["data"]["train"] = TASKS
     config = validate(Config, settings, "the configuration")
 
-    def write_untrained() -> None:
-        if path.exists():
-            raise ValueError(f"--out {path}: exists; give a new directory")
+    def untrained() -> None:
         wordings = [*task_wordings(TASKS), "calculator", "tools", "tool", BEFORE, BEHIND]
         wordings.append(". Give only the result as your final answer.")
-        tokenizer = make_tokenizer([], SPECIAL, CHAT_TEMPLATE, wordings)
-        tokenizer.save_pretrained(path)
-        make_model(load_tokenizer(path), options).save_pretrained(path)
+        write_untrained(options, wordings, CHAT_TEMPLATE)
 
-    world.from_main(write_untrained)
+    world.from_main(untrained)
     tokenizer = load_tokenizer(path)
     turns_of_run(config, tokenizer)  # prompts show the tools from here on
     rendering = MessageRendering(tokenizer, ("tool",), str(path))
     held_out = load_prompts(config.data.eval, config.data, tokenizer, MAX_PROMPT_TOKENS)
     every = load_prompts(config.data.train, config.data, tokenizer, MAX_PROMPT_TOKENS)
     prompts = without_overlap(every, held_out)
-    policy = build_policy(path, settings, options)
-    loss = warm_up(
-        policy,
+    steps = taught(
+        options,
+        settings,
         prompts,
         lambda prompt, rng: turns(prompt, tokenizer, rendering, rng, options.right),
-        options,
     )
-    policy.export(path)
     if world.is_main:
         shown = json.dumps(prompts[0].text)
         print(f"{path}: {len(tokenizer)} tokens; a prompt has {len(prompts[0].token_ids)}: {shown}")
         seconds = time.perf_counter() - begin
-        print(f"{options.steps} supervised steps, loss {loss:.3f}; {seconds:.0f} s", flush=True)
+        print(f"{steps}; {seconds:.0f} s", flush=True)
     world.barrier()
 
 

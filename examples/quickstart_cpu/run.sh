@@ -3,17 +3,10 @@
 # Arguments are overrides:
 #   bash examples/quickstart_cpu/run.sh run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo
 set -euo pipefail
+run_dir=runs/quickstart_cpu
 # shellcheck source=SCRIPTDIR/toy.sh
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 
-run_dir=runs/quickstart_cpu
-plugins=()
-previous=
-for word in "$@"; do
-    case $word in run_dir=*) run_dir=${word#run_dir=} ;; --plugin=*) plugins+=("$word") ;; esac
-    [ "$previous" != --plugin ] || plugins+=(--plugin "$word")
-    previous=$word
-done
 "$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 -m megatron_rl.train \
     experiment=quickstart_cpu model.path="$model" "$@"
 [ -d "$run_dir/export" ] || exit 0 # stopped on request, or without an export

@@ -1,12 +1,8 @@
 # shellcheck shell=bash disable=SC2034 # the variables are for the scripts that source this
-# Sourced by scripts of the examples: environment and toy model, kept in .work/ of the repository. Gives repo, python and model.
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+# Sourced by scripts of the examples: environment and toy model, kept in .work/ of the repository. Gives model, and what common.sh does.
+# shellcheck source=SCRIPTDIR/../common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 bash "$repo/tools/setup_cpu.sh"
-python=$repo/.venv/bin/python
-
-# Two spinning OpenMP threads per process on two cores are up to thirty times slower; the compiler's first call costs seconds.
-export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
-export TORCH_CPP_LOG_LEVEL=ERROR # not a line about memory nodes from every rank
 
 # The name carries what the model is made by: a changed maker makes a new one. Written aside and renamed, so a half-made one is never used.
 toy=${toy:-toy_model}

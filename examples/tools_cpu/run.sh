@@ -3,16 +3,13 @@
 # Arguments are overrides:
 #   bash examples/tools_cpu/run.sh run_dir=runs/mine seed=2 trainer.num_steps=4
 set -euo pipefail
+run_dir=runs/tools_cpu
 toy=toy_tools_model
 # shellcheck source=SCRIPTDIR/../quickstart_cpu/toy.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../quickstart_cpu/toy.sh"
 
-run_dir=runs/tools_cpu
-for word in "$@"; do
-    case $word in run_dir=*) run_dir=${word#run_dir=} ;; esac
-done
 "$python" -m megatron_rl.runtime.torchrun --standalone --nproc-per-node 2 -m megatron_rl.train \
     experiment=tools_cpu model.path="$model" "$@"
 [ -d "$run_dir/export" ] || exit 0 # stopped on request, or without an export
-"$python" "$repo/tools/before_after.py" "$run_dir"
+"$python" "$repo/tools/before_after.py" "$run_dir" "${plugins[@]}"
 echo "picture: $run_dir/curves.png"

@@ -1,13 +1,9 @@
 # shellcheck shell=bash disable=SC2034 # the variables are for the scripts that source this
 # Sourced by the scripts beside it: environment, tasks and toy Qwen2.5-VL, kept in .work/ of the repository.
-# Gives repo, python and made, the folder that holds model/ and tasks/.
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+# Gives made, the folder that holds model/ and tasks/, and what common.sh does.
+# shellcheck source=SCRIPTDIR/../common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 bash "$repo/tools/setup_cpu.sh" vision
-python=$repo/.venv/bin/python
-
-# Two spinning OpenMP threads per process on two cores are up to thirty times slower; the compiler's first call costs seconds.
-export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
-export TORCH_CPP_LOG_LEVEL=ERROR # not a line about memory nodes from every rank
 
 # The names carry what they are made by: a changed maker makes new ones. Written aside and renamed, so a half-made one is never used.
 makers=("$repo/tools/make_vision_tasks.py" "$repo/tools/make_toy_vision_model.py" "$repo/tools/make_toy_model.py")

@@ -63,17 +63,13 @@ def chat(sample: Evaluation, world: World) -> None:
 
 def said(whole: Completion, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
     """A line, or several, for each turn of the model and for each answer to it."""
-    begin = end = 0
-    for span in (*whole.spans, None):
-        # Weights change within a turn, too.
-        if span is None or span.version == APPENDED:
-            if begin < end:
-                yield f"model: {decode(whole.token_ids[begin:end]).strip()}"
-            begin = end
-        if span is not None and span.version == APPENDED:
-            yield f"  -> {decode(whole.token_ids[end : span.end]).strip()}"
-            begin = span.end
-        end = end if span is None else span.end
+    begin = 0
+    # Neighbours of one kind are joined: weights change within a turn, too.
+    for is_appended, spans in itertools.groupby(whole.spans, lambda span: span.version == APPENDED):
+        *_, last = spans
+        text = decode(whole.token_ids[begin : last.end]).strip()
+        yield f"  -> {text}" if is_appended else f"model: {text}"
+        begin = last.end
 
 
 def _line() -> str:

@@ -79,7 +79,7 @@ class Demonstrations:
 
 
 def demonstration(token_ids: Sequence[int]) -> Completion:
-    """A response that nobody here sampled."""
+    """A response that no engine sampled."""
     return Completion(token_ids, [0.0] * len(token_ids), False, DEMONSTRATED)
 
 

@@ -113,6 +113,6 @@ megatron_rl. The answers of this model have not been checked beyond what stands 
 
 
 def _data_names(value: str | Sequence[str]) -> list[str]:
-    """Of files the last part: where they lie is no one's business."""
+    """Of files the name alone: a card does not show the folders of a machine."""
     names = entries(value if isinstance(value, str) else tuple(value))
     return [Path(name).name if is_file_name(name) else name for name in names]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from megatron_rl.types import SequenceBatch
 TEMPERATURE = 0.7
 ENTROPY = (Output("entropy", gradient=True),)  # what ``ClippedLoss`` reads
 NUM_ROWS = 6
+# Processes and ``parallel`` of each.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tensor": (2, {"tensor": 2, "sequence": True}),
+    "context": (2, {"context": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "data": (2, {}),
+}
 
 
 def make_batch(seed: int = 3, rows: int = NUM_ROWS, length: int | None = None) -> SequenceBatch:

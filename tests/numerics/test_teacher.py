@@ -19,6 +19,7 @@ from megatron_rl.types import Prompt, SequenceBatch
 from tests import zoo
 from tests.numerics.host_waits_worker import near
 from tests.numerics.policy_reference import (
+    LAYOUTS,
     NUM_ROWS,
     TEMPERATURE,
     gradients,
@@ -35,13 +36,6 @@ MODEL = "qwen3"
 TEACHERS = {"sums": ("qwen3", 5, 2), "words": ("qwen2", 6, 4)}
 SOURCES = ["sums", "words", "words", "sums", "words", "sums"]
 TOP_K = 6
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tensor": (2, {"tensor": 2, "sequence": True}),
-    "context": (2, {"context": 2}),
-    "pipeline": (2, {"pipeline": 2}),
-    "data": (2, {}),
-}
 
 
 def batch_with_likely() -> SequenceBatch:

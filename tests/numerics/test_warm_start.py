@@ -22,7 +22,7 @@ from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.warm_start import GivenRows
 from megatron_rl.types import Prompt
 from tests import zoo
-from tests.numerics.policy_reference import NUM_ROWS, gradients, make_batch, relative_error
+from tests.numerics.policy_reference import LAYOUTS, NUM_ROWS, gradients, make_batch, relative_error
 from tests.ranks import call
 
 MODEL = "qwen3"
@@ -35,13 +35,6 @@ ROWS = [
     ((7,), "p"),
 ]
 END = 2
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tensor": (2, {"tensor": 2, "sequence": True}),
-    "context": (2, {"context": 2}),
-    "pipeline": (2, {"pipeline": 2}),
-    "data": (2, {}),
-}
 
 
 def encode(text: str) -> list[int]:

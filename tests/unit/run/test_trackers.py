@@ -50,7 +50,7 @@ def known(trainer: Trainer) -> dict:
 
 
 def two_starts(folder: Path, first: tuple[str, ...], second: tuple[str, ...]) -> Iterator[Trainer]:
-    """A run that is stopped after step 2, and the start that goes on to step 3."""
+    """A run that is stopped after step 2, and the start that resumes it to step 3."""
     stops = iter([False, True])
     trainer = build_bandit(folder, *first, stop=lambda: next(stops))
     trainer.run()
