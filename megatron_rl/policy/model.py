@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -34,11 +35,21 @@ from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
 from megatron_rl.policy.precision import model_fields
 
 
+# It says of every chunk that its class is deprecated: see ``HiddenStates``.
+logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)
+
+
 class HiddenStates(GPTModel):
     """A GPT whose last stage returns states instead of logits, whole on every tensor rank.
 
     They are ``[tokens, 1, hidden]``. The output layer keeps its weight but is not applied: logprobs
     need logits of response tokens alone, a chunk at a time.
+
+    megatron-core 0.19 gives GPTModel corrections alone, and new architectures to HybridModel, whose
+    layers are one sub-block each (a pattern of ``*``, ``-``, ``E``, ``G``). No other module names
+    the class. A move would take: names and keys of checkpoints by sub-block (megatron reads those
+    of a GPT into it), rotary positions of images, which it lacks, and its whole ``forward``, which
+    has no methods before and after the layers to replace.
     """
 
     def _preprocess(
@@ -229,7 +240,7 @@ def layer_spec(
             layer.submodules.input_layernorm = norm
             layer.submodules.pre_mlp_layernorm = norm
             layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-            layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            layer.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
     else:
         layer = get_gpt_layer_local_spec(
             num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm"

@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_rl.policy.hardware import this_machine
 
@@ -50,11 +50,12 @@ def _rotary(
     cu_seqlens: torch.Tensor,
     freqs: torch.Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     cp_group: Any = None,
+    multi_latent_attention: bool | None = None,
 ) -> torch.Tensor:
-    rest = (rotary_interleaved, multi_latent_attention, mscale)
+    rest = (rotary_interleaved, mla_rotary_interleaved, mscale)
     # Angles of every token are in its place already, unless its rank has a part of the tokens.
     if cp_group.size() == 1 and len(freqs) == len(t):
         return rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs, *rest).squeeze(1)
@@ -62,14 +63,6 @@ def _rotary(
 
 
 PATCHES = (
-    Patch(
-        moe_utils,
-        "te_general_gemm",
-        "the router uses this name of Transformer Engine even when that is not installed, and"
-        " raises NameError",
-        lambda: not hasattr(moe_utils, "te_general_gemm"),
-        None,
-    ),
     Patch(
         layers,
         "_grad_accum_fusion_available",

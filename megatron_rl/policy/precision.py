@@ -146,7 +146,7 @@ def assign(parameter: Tensor, values: Tensor) -> None:
 def describe(precision: PrecisionConfig, machine: Machine) -> str:
     """What was chosen, in one line.
 
-    Example: "layers of Transformer Engine 2.11.0, weights bfloat16, FP8 tensorwise (hybrid), Adam
+    Example: "layers of Transformer Engine 2.20.2, weights bfloat16, FP8 tensorwise (hybrid), Adam
     of Transformer Engine".
     """
     engine = machine.transformer_engine

@@ -14,7 +14,6 @@ from megatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -46,6 +45,8 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+
+from megatron_rl.policy.model import HiddenStates
 
 
 def what_generation_returns(output: RequestOutput, flat: FlatLogprobs, one: Logprob) -> Any:
@@ -120,7 +121,7 @@ def schedules_and_what_they_call(any: Any, group: _ParamAndGradBucketGroup) -> N
             micro_batch_size=any,
             forward_only=any,
         )
-    GPTModel.forward(
+    HiddenStates.forward(
         any, input_ids=any, position_ids=any, attention_mask=any, packed_seq_params=any
     )
     Float16Module.forward(any, fp32_output=any)

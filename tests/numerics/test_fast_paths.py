@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +14,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -146,10 +145,11 @@ def fused(**kernels: bool) -> Iterator[None]:
 
 
 def packed_rotary(
-    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int, interleaved: bool
 ) -> Tensor:
     """What the kernel of Transformer Engine documents: sequence i of all context ranks lies between
     boundaries i and i + 1, and begins with row 0 of the angles."""
+    assert not interleaved
     assert (
         cu_seqlens.dtype == torch.int32
         and cu_seqlens[0] == 0
@@ -228,11 +228,10 @@ def grouped_experts() -> Iterator[None]:
 
     def with_groups(*arguments: Any, **words: Any) -> Any:
         spec = plain(*arguments, **words)
-        linear = MLPSubmodules(linear_fc1=NumberedLinear, linear_fc2=NumberedLinear)
+        linear = GroupedMLPSubmodules(linear_fc1=NumberedLinear, linear_fc2=NumberedLinear)
         for layer in spec.layer_specs:
-            layer.submodules.mlp.submodules.experts = ModuleSpec(
-                module=TEGroupedMLP, submodules=linear
-            )
+            experts = layer.submodules.mlp.keywords["submodules"]
+            experts.experts = partial(TEGroupedMLP, submodules=linear)
         return spec
 
     with (

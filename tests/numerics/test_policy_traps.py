@@ -130,7 +130,6 @@ TAKEN_AWAY: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "branch device": (without_branch, "device", "dense"),
     "branch cuda": (without_branch, "cuda", "pipeline"),
     "branch type": (without_branch, "type", "bfloat16"),
-    "patch te_general_gemm": (without_remedy, "te_general_gemm", "experts"),
     "patch maybe_move_tensor_to_cpu": (without_remedy, "maybe_move_tensor_to_cpu", "experts"),
     "patch _get_cuda_rng_state": (without_remedy, "_get_cuda_rng_state", "recompute"),
     "patch _set_cuda_rng_state": (without_remedy, "_set_cuda_rng_state", "recompute"),

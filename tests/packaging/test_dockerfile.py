@@ -154,7 +154,7 @@ def test_the_versions_are_those_of_setup():
     [
         ("ARG TORCH_VERSION=2.13.0", "ARG TORCH_VERSION=2.11.0"),
         ("ARG VLLM_VERSION=0.32.0", "ARG VLLM_VERSION=0.14.1"),
-        ("ARG MEGATRON_CORE_VERSION=0.16.1", "ARG MEGATRON_CORE_VERSION=0.16.2"),
+        ("ARG MEGATRON_CORE_VERSION=0.19.2", "ARG MEGATRON_CORE_VERSION=0.19.1"),
         ("ARG TRANSFORMER_ENGINE_VERSION=", "ARG TRANSFORMER_ENGINE_VERSION=9."),
         ("ARG VLLM_VERSION=0.32.0\n", ""),
         ("vllm==${VLLM_VERSION}", "vllm==0.32.0"),
@@ -199,7 +199,7 @@ def test_every_run_is_run_or_has_a_reason():
 @pytest.mark.parametrize(
     ("tag", "installed", "imported"),
     [
-        ("", "transformer-engine[pytorch]==2.11.0", "import transformer_engine.pytorch"),
+        ("", "transformer-engine[pytorch]==2.20.2", "import transformer_engine.pytorch"),
         ("25.09", "/NVIDIA/apex/archive/refs/tags/25.09.tar.gz", "fused_weight_gradient_mlp_cuda"),
     ],
 )
@@ -210,7 +210,7 @@ def test_apex_is_built_in_place_of_transformer_engine(tag, installed, imported, 
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$APEX_CUDA_EXT" "$@"\n')
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    given = {"TRANSFORMER_ENGINE_VERSION": "2.11.0", "APEX_TAG": tag, "MAX_JOBS": "8", "PATH": path}
+    given = {"TRANSFORMER_ENGINE_VERSION": "2.20.2", "APEX_TAG": tag, "MAX_JOBS": "8", "PATH": path}
     said = run(["bash", "-c", build.removeprefix("RUN ")], 10, env=given).stdout.splitlines()
     assert [line.split()[0] for line in said] == ["pip", "python"]
     assert said[0].endswith(installed) and said[1].endswith(imported)

@@ -2,6 +2,7 @@
 command and keeps its exit code."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from packaging.requirements import Requirement
 
 from tests.launch import REPO
-from tools.repack_torchvision import LABEL, repack
+from tools.repack_wheel import LABEL, repack
 from tools.write_stub_wheels import VERSION, main, write_stub_wheel
 
 
@@ -54,31 +55,58 @@ def test_the_stand_ins_are_not_constrained():
     assert not {"torchaudio", "torchcodec", "triton"} & set(constraints())
 
 
+def repacked(folder: Path, name: str, released: str, files: dict[str, str]) -> Path:
+    """Where pip has installed what ``repack`` makes of a wheel for a Python that is still to
+    come."""
+    info = f"{name}-{released}.dist-info"
+    wheel = folder / f"{name}-{released}-cp399-cp399-linux_x86_64.whl"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {released}\n"
+    described = {
+        f"{info}/METADATA": f"{metadata}Requires-Python: >=3.99\nLicense: kept\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nTag: cp399-cp399-linux_x86_64\n",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in {**described, **files}.items():
+            archive.writestr(path, text)
+    made = repack(wheel, folder / "wheels")
+    assert made.name == f"{name}-{released}{LABEL}-py3-none-any.whl"
+    target = folder / "site"
+    words = ["install", "--no-deps", "--target", str(target)]
+    pip = [sys.executable, "-m", "pip", *words, "--no-index"]
+    assert subprocess.run([*pip, str(wheel)], capture_output=True).returncode
+    # As the set-up asks: by name, with the version of the constraints.
+    asked = f"{name}=={constraints()[name.replace('_', '-')]}"
+    found = [*pip, "--find-links", str(made.parent), asked]
+    subprocess.run(found, check=True, capture_output=True)
+    assert "License: kept" in (target / f"{made.name[:-17]}.dist-info/METADATA").read_text()
+    return target
+
+
+def test_megatron_core_is_repacked_for_any_python(tmp_path):
+    files = {
+        "megatron/core/__init__.py": "there = True\n",
+        "megatron/core/datasets/helpers_cpp.cpython-399-x86_64-linux-gnu.so": "compiled",
+    }
+    target = repacked(tmp_path, "megatron_core", constraints()["megatron-core"], files)
+    assert [path.name for path in (target / "megatron/core").glob("[!_]*")] == []
+    assert (target / "megatron/core/__init__.py").read_text() == "there = True\n"
+
+
 def test_torchvision_is_repacked_without_its_compiled_parts(tmp_path):
     """The version of the constraints is that of the new wheel, which no index has; pip finds its
     record whole."""
     version = constraints()["torchvision"]
     released = version.removesuffix(LABEL)
-    info = f"torchvision-{released}.dist-info"
-    wheel = tmp_path / f"torchvision-{released}-cp311-cp311-linux_x86_64.whl"
     files = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: torchvision\nVersion: {released}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nTag: cp311-cp311-linux_x86_64\n",
-        f"{info}/RECORD": "",
         "torchvision/__init__.py": "there = True\n",
         "torchvision/_meta_registrations.py": "raise RuntimeError('no such operator')\n",
         "torchvision/_C.so": "compiled",
         "torchvision/image.so": "compiled",
         "torchvision.libs/libjpeg.so.62": "compiled",
     }
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    made = repack(wheel, tmp_path / "wheels")
-    assert version != released and made.name == f"torchvision-{version}-py3-none-any.whl"
-    target = tmp_path / "site"
-    words = ["install", "--no-index", "--no-deps", "--target", str(target), str(made)]
-    subprocess.run([sys.executable, "-m", "pip", *words], check=True, capture_output=True)
+    assert version != released
+    target = repacked(tmp_path, "torchvision", released, files)
     installed = {str(path.relative_to(target)) for path in (target / "torchvision").iterdir()}
     assert installed - {"torchvision/__pycache__"} == {
         "torchvision/__init__.py",
@@ -152,9 +180,10 @@ def test_pip_takes_the_stub_where_it_is_told_to_stay_below_a_release(tmp_path):
     ]
 
 
-def set_up(*args: str) -> subprocess.CompletedProcess:
+def set_up(*args: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["bash", str(REPO / "tools/setup_cpu.sh"), *args],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=60,
@@ -173,6 +202,19 @@ def test_set_up_names_an_unusable_python(tmp_path):
         r" EXE\.\n",
         done.stderr,
     )
+    assert not (tmp_path / "venv").exists()
+
+
+def test_set_up_takes_the_first_python_that_will_do(tmp_path):
+    """Of those on the path; it says which, and then what it misses there."""
+    for name, code in (("python3", 1), ("python3.11", 0), ("python3.12", 0)):
+        program = f'#!/bin/sh\n[ "$1" = --version ] && echo "{name}" && exit 0\n'
+        asks = f'case "$2" in *version_info*) exit {code};; *) exit 1;; esac\n'
+        (tmp_path / name).write_text(program + asks)
+        (tmp_path / name).chmod(0o755)
+    done = set_up("--venv", str(tmp_path / "venv"), PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert done.returncode == 1
+    assert done.stderr.startswith("setup_cpu: python3.11 has no module venv.")
     assert not (tmp_path / "venv").exists()
 
 

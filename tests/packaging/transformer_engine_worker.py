@@ -242,7 +242,7 @@ def fusions() -> None:
     assert layer.mlp.linear_fc2.fuse_wgrad_accumulation
     fused = rope_utils.fused_apply_rotary_pos_emb_thd
     assert fused is not None
-    wanted = {"cu_seqlens", "freqs", "cp_size", "cp_rank"}
+    wanted = {"cu_seqlens", "freqs", "cp_size", "cp_rank", "interleaved"}
     assert wanted <= set(inspect.signature(fused).parameters)
     policy.close()
 

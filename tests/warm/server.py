@@ -194,6 +194,7 @@ def main(path: str, ready: int, owner: int) -> None:
     own = [os.getcwd(), *os.environ["PYTHONPATH"].split(os.pathsep)]
     paths = [entry for entry in sys.path if entry not in own]
     gc.disable()
+    runpy.run_path("megatron_rl/policy/__init__.py")  # what megatron needs before it is imported
     for name in LIBRARIES:
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would touch the pages of all of them

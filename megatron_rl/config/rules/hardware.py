@@ -31,7 +31,7 @@ _OTHER_RECIPE = "choose precision=fp8_tensorwise or precision=bf16"
 class Machine:
     """Facts about the machine of this process.
 
-    Example: ``Machine((9, 0), "2.11.0", "transformer_engine")`` is an H100 or H200 with everything.
+    Example: ``Machine((9, 0), "2.20.2", "transformer_engine")`` is an H100 or H200 with everything.
 
     Attributes:
         compute_capability: of this process's CUDA device, None without one.

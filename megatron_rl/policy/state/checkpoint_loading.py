@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extrac
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory, facts, safe_load
-from megatron_rl.checkpoints.part_reader import PartReader
+from megatron_rl.checkpoints.part_reader import PartReader, read_common
 from megatron_rl.policy.optimizer import create_state, unshare_steps
 from megatron_rl.policy.precision import plain
 from megatron_rl.policy.state.checkpoint import (
@@ -52,7 +52,7 @@ def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
     facts.refuse_other(path, info, describe(policy))
     index = safe_load.read_index(path)
     extra: Mapping[str, Any] = safe_load.load_plain(path / EXTRA, str(path / EXTRA))
-    common = safe_load.load_plain(path / safe_load.COMMON, str(path / safe_load.COMMON))
+    common = read_common(path, index)
     with platform(), torch.no_grad():
         create_state(policy.optimizer)
         sharded = sharded_model(policy)

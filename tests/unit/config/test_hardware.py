@@ -17,8 +17,8 @@ QWEN2_5_7B = {
     "intermediate_size": 18944,
 }
 CPU = Machine(None, None, "torch")
-HOPPER = Machine((9, 0), "2.11.0", "transformer_engine")
-BLACKWELL = Machine((10, 0), "2.11.0+abc", "transformer_engine")
+HOPPER = Machine((9, 0), "2.20.2", "transformer_engine")
+BLACKWELL = Machine((10, 0), "2.20.2+abc", "transformer_engine")
 MACHINES = {"CPU": CPU, "HOPPER": HOPPER, "WITHOUT_ENGINE": Machine((9, 0), None, "apex")}
 
 

@@ -35,7 +35,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with Transformer Engine; megatron finds its kernels, and a version that is new
     enough."""
     monkeypatch.setattr(
-        model, "this_machine", lambda: Machine((9, 0), "2.11.0", "transformer_engine")
+        model, "this_machine", lambda: Machine((9, 0), "2.20.2", "transformer_engine")
     )
     monkeypatch.setattr(
         "megatron.core.transformer.transformer_config.is_te_min_version", lambda *_, **__: True
@@ -101,7 +101,7 @@ def test_layers_with_adapters_have_their_norms_apart(
     assert parts.input_layernorm is parts.pre_mlp_layernorm is extension.TENorm
     linear = extension.TEColumnParallelLinear
     assert parts.self_attention.submodules.linear_qkv is linear
-    assert parts.mlp.submodules.linear_fc1 is linear
+    assert parts.mlp.keywords["submodules"].linear_fc1 is linear
 
 
 def test_only_a_pipeline_without_cuda_asks_for_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
