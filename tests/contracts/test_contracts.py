@@ -212,7 +212,7 @@ def wrong(worker: Worker, llm: LLM) -> None:
     worker.model_runner.reload_weights(weights=())
     llm.llm_engine.abort_requests([])
     llm.enqueue()
-    parallel_state.get_data_parallel_rank(True, False, 3)
+    parallel_state.get_data_parallel_rank(True, False, 3, 4)
     worker.init_weight_transfer_engines = None
     Mine()
 """

@@ -10,8 +10,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_rl.checkpoints.chunks import ArrayLocation, Box
-from megatron_rl.checkpoints.part_reader import PartReader
-from megatron_rl.checkpoints.safe_load import UnsafeError, load_plain, read_index
+from megatron_rl.checkpoints.part_reader import COMMON_STATE, PartReader, read_common
+from megatron_rl.checkpoints.safe_load import COMMON, UnsafeError, read_index
 from megatron_rl.runtime.device import platform
 from tests.numerics.megatron_checkpoint import InProcess
 from tests.unit.checkpoints.test_safe_load import Program
@@ -27,11 +27,11 @@ def state(content) -> dict:
     }
 
 
-def saved(folder: Path, content) -> Path:
+def saved(folder: Path, content, steps=3) -> Path:
     folder.mkdir()
     with platform():
         dist_checkpointing.save(
-            {**state(content), "steps": 3}, str(folder), sharded_strategy=InProcess()
+            {**state(content), "steps": steps}, str(folder), sharded_strategy=InProcess()
         )
     return folder
 
@@ -49,8 +49,24 @@ def test_tensors_and_plain_objects_come_back(tmp_path):
     path = saved(tmp_path / "checkpoint", {"scale": torch.ones(2)})
     weight, extra = read(path)
     assert torch.equal(weight, torch.arange(6.0))
-    assert load_plain(path / "common.pt", "common")["steps"] == 3
     assert torch.equal(extra["scale"], torch.ones(2))
+
+
+def test_what_is_stored_once_is_read_in_both_forms(tmp_path):
+    """An object among the shards, and the file of megatron-core before 0.19; a program in either is
+    refused."""
+    path = saved(tmp_path / "checkpoint", None)
+    assert not (path / COMMON).exists()
+    assert read_common(path, read_index(path)) == {"steps": 3}
+    torch.save({"steps": 4}, path / COMMON)
+    assert read_common(path, read_index(path)) == {"steps": 4}
+    torch.save({"steps": Program(tmp_path / "ran")}, path / COMMON)
+    with pytest.raises(UnsafeError, match=r"common\.pt holds more than"):
+        read_common(path, read_index(path))
+    other = saved(tmp_path / "other", None, Program(tmp_path / "ran"))
+    with pytest.raises(UnsafeError, match=f"object {COMMON_STATE} of the checkpoint holds more"):
+        read_common(other, read_index(other))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_program_among_the_shards_is_refused_and_does_not_run(tmp_path):
