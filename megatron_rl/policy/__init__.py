@@ -1,6 +1,7 @@
 """The policy: the only package that imports megatron."""
 
 import importlib.util
+import logging
 import sys
 import warnings
 from types import ModuleType
@@ -10,6 +11,10 @@ from typing import Any
 # (precision.describe says it once), and torch announces new names of collectives.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+# And of every model that its class is deprecated (see ``model.HiddenStates``), and that nobody has
+# laid out the parameters of a distributed optimizer before.
+for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+    logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 # megatron's schedules import the Triton kernels of its paged stash of experts' activations. No run
 # here uses that, and a machine without a GPU has no Triton.

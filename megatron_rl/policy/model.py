@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, cast
 
 import torch
@@ -33,10 +32,6 @@ from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.passes.attention import PackedAttention, RMSNorm
 from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
 from megatron_rl.policy.precision import model_fields
-
-
-# It says of every chunk that its class is deprecated: see ``HiddenStates``.
-logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)
 
 
 class HiddenStates(GPTModel):
