@@ -25,7 +25,6 @@ UPDATE = {
 BUDGET = {"logprobs": SCORES, "update": SCORES | UPDATE}
 # Of a layer and micro-batch: megatron's experts without Transformer Engine.
 EXPERTS = {
-    "moe_utils.py:permute: masked_select": 2,
     "moe_utils.py:sort_chunks_by_idxs: tolist": 3,
     "experts.py:forward: tolist": 1,
 }
