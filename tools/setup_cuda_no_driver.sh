@@ -5,13 +5,13 @@
 #
 #   bash tools/setup_cuda_no_driver.sh DIR [--python EXE]
 #
-# Needs a compiler for C++20, the CUDA 13 toolkit (CUDA_HOME, default /usr/local/cuda) and about
-# 15 GB of disk. pip's own configuration is left aside: it may name a CPU build of torch.
+# Needs Python 3.12 (for megatron-core; default python3.12), a compiler for C++20, the CUDA 13
+# toolkit (CUDA_HOME, default /usr/local/cuda) and about 15 GB of disk. pip's own configuration is left aside: it may name a CPU build of torch.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 usage="Usage: bash tools/setup_cuda_no_driver.sh DIR [--python EXE]"
-python=python3
+python=python3.12
 venv=
 
 fail() {
@@ -27,6 +27,8 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ -n "$venv" ] || fail "no folder given. $usage"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null ||
+    fail "$python is not Python 3.12, which megatron-core asks for. Name one with --python EXE"
 cuda=${CUDA_HOME:-/usr/local/cuda}
 [ -f "$cuda/include/crt/host_config.h" ] ||
     fail "$cuda has no headers of the CUDA toolkit; set CUDA_HOME"
@@ -57,7 +59,7 @@ pip=("$venv/bin/python" -m pip)
 "${pip[@]}" install --no-cache-dir "${requirements[@]}" setuptools wheel packaging psutil
 "${pip[@]}" install --no-cache-dir --no-deps \
     "transformer-engine==$engine" "transformer-engine-cu13==$engine" nvdlfw-inspect
-"${pip[@]}" install --no-cache-dir einops onnx onnxscript
+"${pip[@]}" install --no-cache-dir einops onnx onnxscript "nvidia-cudnn-frontend>=1.29.0"
 
 # The torch part of Transformer Engine is source. All of it as one unit, not optimised: the headers
 # of torch are then read once, which takes minutes where the ordinary build takes up to an hour on
