@@ -45,6 +45,7 @@ CLASSES = {
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
+    "glm4_moe": "Glm4Moe",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen2_5_vl_tied": "Qwen2_5_VL",
 }
@@ -63,6 +64,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
         tie_word_embeddings=False,
         num_hidden_layers=2,
+    ),
+    "glm4_moe": dict(
+        vocab_size=128,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        use_qk_norm=True,
+        partial_rotary_factor=0.5,
+        tie_word_embeddings=False,
     ),
     "mixtral": dict(
         vocab_size=128,
@@ -130,7 +145,8 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
     draw = torch.Generator().manual_seed(seed)
     model = transformer(family, settings).float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [one for one in model.named_buffers() if one[0].endswith("correction_bias")]
+        for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.dim() == 1:
                 center = 1.0 if "norm" in name or "ln_q" in name else 0.0

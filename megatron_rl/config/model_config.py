@@ -27,6 +27,7 @@ OPTIONAL = (
     "moe_intermediate_size",
     "num_experts",
     "num_local_experts",
+    "n_routed_experts",
     "num_experts_per_tok",
 )
 # Transformers computes with these as they stand.
@@ -82,7 +83,7 @@ def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
     head_dim = size("head_dim")
     if not head_dim and num_heads:
         head_dim = size("hidden_size") // num_heads
-    num_experts = size("num_experts", "num_local_experts")
+    num_experts = size("num_experts", "num_local_experts", "n_routed_experts")
     expert_ffn = 0
     if num_experts:
         # Mixtral has experts in the place of the dense layer, and no key of their own for them.

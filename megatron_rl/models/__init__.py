@@ -9,12 +9,21 @@ from transformers import AutoConfig
 
 from megatron_rl.config.model_config import read_model_config
 from megatron_rl.errors import RegistrationError, concerning
-from megatron_rl.models import llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen3, qwen3_moe
+from megatron_rl.models import (
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_moe,
+)
 from megatron_rl.models.base import Architecture, Family, Slot
 
 FAMILIES = {
     module.FAMILY.architecture: module.FAMILY
-    for module in (llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen3, qwen3_moe)
+    for module in (glm4_moe, llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen3, qwen3_moe)
 }
 
 __all__ = [

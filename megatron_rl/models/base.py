@@ -84,6 +84,13 @@ class Architecture(ModelSizes):
     numbers the experts of a layer.
 
     Attributes:
+        num_dense_layers: how many layers, the first ones, have ``dense_slots`` in place of
+            ``layer_slots`` and experts.
+        shared_ffn_hidden_size: width of the expert that every token visits; 0: there is none.
+        sigmoid_router: scores are sigmoids, a bias is added to them where experts are chosen, and
+            weights are normalized; else the softmax over the chosen ones.
+        router_scale: of the weights of experts.
+        rotary_share: of a head that is rotated.
         mrope_section: how many of a head's angles belong to time, row and column of a position
             (empty: positions are plain numbers).
         adapter_slots: A and B of the adapters of a layer; empty: all weights are trained.
@@ -102,10 +109,19 @@ class Architecture(ModelSizes):
     experts_per_token: int = 0
     expert_slots: tuple[Slot, ...] = ()
     expert_prefix: str = ""
+    num_dense_layers: int = 0
+    dense_slots: tuple[Slot, ...] = ()
+    shared_ffn_hidden_size: int = 0
+    sigmoid_router: bool = False
+    router_scale: float = 1.0
+    rotary_share: float = 1.0
     mrope_section: tuple[int, ...] = ()
     vision: Vision | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
     adapter_slots: tuple[Slot, ...] = ()
+
+    def has_experts(self, layer: int) -> bool:
+        return bool(self.num_experts) and layer >= self.num_dense_layers
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,11 @@ def common(hf: Any, **more: Any) -> Architecture:
     layer_types = sorted(set(getattr(hf, "layer_types", None) or ["full_attention"]))
     for what, value, allowed in (
         ("rope type", rope["rope_type"], ("default", "llama3", "linear")),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
+        (
+            "partial_rotary_factor",
+            rope.get("partial_rotary_factor", 1.0),
+            (more.get("rotary_share", 1.0),),
+        ),
         ("layer_types", layer_types, (["full_attention"],)),
     ):
         if value not in allowed:

@@ -22,6 +22,7 @@ HEAD = Slot("output_layer.weight", "vocab", ("lm_head.weight",))
 TIED_HEAD = Slot("output_layer.weight", "vocab", ("model.embed_tokens.weight",))
 # The tower's parameters have one name on both sides.
 VISION = "visual."
+SHARED_EXPERT = "shared_experts."
 # Transformer Engine fuses a norm into the linear layer after it: its name there -> its own name.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -59,7 +60,8 @@ def padded_vocab(vocab_size: int, divisible_by: int, tensor: int) -> int:
 def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """Parameters of one layer without its experts, in the order of the architecture."""
     prefix = f"model.layers.{layer}."
-    return [_parameter(slot, prefix, layer) for slot in arch.layer_slots]
+    slots = arch.dense_slots if layer < arch.num_dense_layers else arch.layer_slots
+    return [_parameter(slot, prefix, layer) for slot in slots]
 
 
 def adapter_parameters(arch: Architecture, layer: int) -> list[Parameter]:
@@ -69,7 +71,7 @@ def adapter_parameters(arch: Architecture, layer: int) -> list[Parameter]:
 
 
 def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:
-    """Parameters of one expert of one layer."""
+    """Parameters of one expert of one layer that has experts."""
     prefix = f"model.layers.{layer}.{arch.expert_prefix}.{expert}."
     return [_parameter(slot, prefix, layer, expert) for slot in arch.expert_slots]
 
@@ -100,7 +102,7 @@ def model_parameters(arch: Architecture) -> Iterator[Parameter]:
     yield from before
     for layer in range(arch.num_layers):
         yield from layer_parameters(arch, layer)
-        for expert in range(arch.num_experts):
+        for expert in range(arch.num_experts if arch.has_experts(layer) else 0):
             yield from expert_parameters(arch, layer, expert)
     yield from after
 
@@ -125,6 +127,8 @@ def axis_sizes(
         return others.pop(max(axis, 0)), tuple(others), axis
     hidden = arch.hidden_size
     ffn = arch.ffn_hidden_size if parameter.expert is None else arch.expert_ffn_hidden_size
+    if SHARED_EXPERT in megatron:
+        ffn = arch.shared_ffn_hidden_size
     query_rows = arch.num_heads * arch.head_dim
     if kind == "vocab":
         return vocab_rows, (hidden,), 0
@@ -141,7 +145,7 @@ def axis_sizes(
         shape = dict(arch.vision.tensors)[megatron]
         return shape[0], shape[1:], -1
     if "router" in megatron:
-        return arch.num_experts, (hidden,), -1
+        return arch.num_experts, () if megatron.endswith("bias") else (hidden,), -1
     is_head_norm = "q_layernorm" in megatron or "k_layernorm" in megatron
     return arch.head_dim if is_head_norm else hidden, (), -1
 

@@ -15,11 +15,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -148,7 +151,17 @@ def expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any
         moe_aux_loss_coeff=0.0,
         moe_router_pre_softmax=False,
         moe_router_dtype="fp32",
+        moe_shared_expert_intermediate_size=arch.shared_ffn_hidden_size or None,
     )
+    if arch.num_dense_layers:
+        # A list: with it the layers of a checkpoint have keys of their own.
+        fields["moe_layer_freq"] = [int(arch.has_experts(one)) for one in range(arch.num_layers)]
+    if arch.sigmoid_router:
+        fields |= dict(
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_router_topk_scaling_factor=arch.router_scale,
+        )
     if parallel.expert_tensor > 1 and not torch.cuda.is_available():
         # gloo has no all-gather of unequal sizes, which the other dispatcher needs. This one needs
         # micro-batches of one length, which a pipeline does not get.
@@ -213,14 +226,29 @@ def transformer_config(
     return TransformerConfig(**fields)
 
 
-def layer_spec(
-    config: TransformerConfig, vp_stage: int | None, *, adapted: bool = False
+def block_spec(
+    config: TransformerConfig, arch: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed, else megatron's own.
+    """The layers of a chunk, and the norm behind the last one of the model."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    adapted = bool(arch.adapter_slots)
+    of_kind = {
+        kind: layer_spec(config, arch.num_experts if kind else None, adapted=adapted)
+        for kind in {arch.has_experts(layer) for layer in range(arch.num_layers)}
+    }
+    layers = [of_kind[arch.has_experts(layer)][0] for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=next(iter(of_kind.values()))[1])
 
-    Those get attention and norm of this package. ``adapted``: linear layers will have adapters.
+
+def layer_spec(
+    config: TransformerConfig, experts: int | None, *, adapted: bool = False
+) -> tuple[ModuleSpec, Any]:
+    """A layer of Transformer Engine where that is installed, else megatron's own; and its norm.
+
+    The latter gets attention and norm of this package. ``experts``: None for a dense layer;
+    ``adapted``: linear layers will have adapters.
     """
-    experts = config.num_moe_experts
     qk_norm = config.qk_layernorm
     if this_machine().transformer_engine is not None:
         # The module is there only with Transformer Engine.
@@ -248,17 +276,21 @@ def layer_spec(
         if qk_norm:
             attention.q_layernorm = norm
             attention.k_layernorm = norm
-    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    return layer, norm
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Has the gradients of experts reduced over all ranks that hold the same experts.
+    """Has the gradients of experts reduced over all ranks that hold the same experts, and keeps
+    the biases of routers.
 
     megatron marks them so where experts are spread over ranks. It does not where whole experts
     stand on every tensor rank (``parallel.expert`` and ``expert_tensor`` 1, ``tensor`` not): each
     of these sends its own part of the tokens through them, and would keep its own gradient.
     """
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            # Else megatron moves the bias after every step, so that experts get equal loads.
+            cast(Any, module).frozen_expert_bias = True
     all_ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if parallel_state.get_expert_data_parallel_world_size() == all_ranks:
         return
@@ -284,7 +316,7 @@ def build_chunks(
         place = dict(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
         model = HiddenStates(
             config=config,
-            transformer_layer_spec=layer_spec(config, vp_stage, adapted=bool(arch.adapter_slots)),
+            transformer_layer_spec=block_spec(config, arch, vp_stage),
             vocab_size=vocab_rows,
             max_sequence_length=max_tokens,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -293,6 +325,7 @@ def build_chunks(
             position_embedding_type="mrope" if arch.mrope_section else "rope",
             # Features of images take their places before the cut over tensor ranks.
             scatter_embedding_sequence_parallel=arch.vision is None,
+            rotary_percent=arch.rotary_share,
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )

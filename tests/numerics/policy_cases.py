@@ -79,6 +79,7 @@ CASES = [
     _case("mistral", 1),
     _case("qwen3_moe", 1),
     _case("mixtral", 1),
+    _case("glm4_moe", 1),
     _case("qwen2", 1, recompute="full", full=True),
     _case("qwen2", 1, recompute="selective", full=True),
     _case("qwen2", 2, tensor=2, full=True),

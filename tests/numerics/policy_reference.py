@@ -119,7 +119,9 @@ class ClippedLoss:
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """Gradients by the names of the checkpoint files: transformers keeps the experts of a layer in
     one tensor."""
-    found: dict[str, Tensor] = {}
+    # What moves experts without a gradient.
+    biases = [each for each in model.named_buffers() if each[0].endswith("correction_bias")]
+    found: dict[str, Tensor] = {name: torch.zeros_like(bias) for name, bias in biases}
     mixtral = model.config.model_type == "mixtral"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for key, parameter in model.named_parameters():

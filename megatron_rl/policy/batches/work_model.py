@@ -36,7 +36,7 @@ class WorkModel:
 
     @classmethod
     def of(cls, arch: Architecture) -> WorkModel:
-        """That of a model, counted over its parameters. All layers are alike.
+        """That of a model, counted over its parameters.
 
         A token takes two operations for each parameter in the matrices that it passes through
         (output layer included, inactive experts not), and causal attention over n tokens
@@ -44,11 +44,12 @@ class WorkModel:
         Example: Qwen2.5-7B (7.07e9 parameters, 28 layers, width 3584) has a crossover at 70,454
         tokens.
         """
-        of_layer = _matrix_parameters(arch, layer_parameters(arch, 0))
-        if arch.num_experts:
-            of_expert = _matrix_parameters(arch, expert_parameters(arch, 0, 0))
-            of_layer += arch.experts_per_token * of_expert
-        parameters = arch.num_layers * of_layer + arch.vocab_size * arch.hidden_size
+        parameters = arch.vocab_size * arch.hidden_size
+        for layer in range(arch.num_layers):
+            parameters += _matrix_parameters(arch, layer_parameters(arch, layer))
+            if arch.has_experts(layer):
+                of_expert = _matrix_parameters(arch, expert_parameters(arch, layer, 0))
+                parameters += arch.experts_per_token * of_expert
         return cls(parameters // (arch.num_layers * arch.num_heads * arch.head_dim))
 
     def work(self, tokens: Integers, context: Integers | int = 0) -> Integers:

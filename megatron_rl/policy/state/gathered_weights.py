@@ -83,7 +83,7 @@ class Gather:
         for layer in range(arch.num_layers):
             stage = stage_of[layer]
             self.units.append(self._dense_unit(stage, layer_parameters(arch, layer)))
-            if arch.num_experts:
+            if arch.has_experts(layer):
                 self.units.append(self._expert_unit(stage, layer))
         self.units.append(self._dense_unit(ranks.pipeline - 1, after))
 

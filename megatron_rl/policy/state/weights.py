@@ -47,6 +47,7 @@ LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The experts of a rank are modules of their own, or, grouped, numbered weights of one module.
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<name>.*)")
 GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<name>linear_fc[12]\.weight)(?P<number>\d+)")
+EXPERT_BIAS = "router.expert_bias"  # in float32, and no parameter to megatron
 MAX_NAMES_SHOWN = 4
 
 
@@ -78,7 +79,8 @@ def local_parameters(
     for index, chunk in enumerate(chunks):
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        for name, tensor in model.named_parameters():
+        biases = [item for item in model.named_buffers() if item[0].endswith(EXPERT_BIAS)]
+        for name, tensor in [*model.named_parameters(), *biases]:
             parameter = _identify(name, layers, arch, ranks)
             in_expert = parameter.expert is not None
             rank = ranks.expert_tensor_rank if in_expert else ranks.tensor_rank

@@ -1,0 +1,64 @@
+"""GLM-4.5 and 4.6: first layers dense, then experts beside a shared one, chosen by sigmoids and a
+bias; half of each head is rotated.
+
+What a checkpoint has behind its last layer, which predicts further tokens, is left unread.
+"""
+
+from typing import Any
+
+from megatron_rl.models.base import (
+    ATTENTION,
+    DENSE_MLP,
+    QK_NORM,
+    QKV_BIAS,
+    Architecture,
+    Family,
+    Slot,
+    common,
+    refuse,
+)
+from megatron_rl.models.qwen3_moe import EXPERT, ROUTER
+
+BIASED_ROUTER = (
+    *ROUTER,
+    Slot("mlp.router.expert_bias", "whole", ("mlp.gate.e_score_correction_bias",)),
+)
+SHARED_EXPERT = tuple(
+    Slot(f"mlp.shared_experts.{slot.megatron}", slot.kind, tuple(
+        f"mlp.shared_experts.{name}" for name in slot.hf
+    ))
+    for slot in EXPERT
+)
+
+
+def read(hf: Any) -> Architecture:
+    refuse(
+        hf,
+        {
+            "n_group": (1,),
+            "topk_group": (1,),
+            "norm_topk_prob": (True,),
+        },
+    )
+    attention = ATTENTION + (QKV_BIAS if hf.attention_bias else ())
+    attention += QK_NORM if hf.use_qk_norm else ()
+    return common(
+        hf,
+        qkv_bias=hf.attention_bias,
+        qk_norm=hf.use_qk_norm,
+        rotary_share=hf.rope_parameters["partial_rotary_factor"],
+        layer_slots=attention + BIASED_ROUTER + SHARED_EXPERT,
+        num_experts=hf.n_routed_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        expert_ffn_hidden_size=hf.moe_intermediate_size,
+        expert_slots=EXPERT,
+        expert_prefix="mlp.experts",
+        num_dense_layers=hf.first_k_dense_replace,
+        dense_slots=attention + DENSE_MLP,
+        shared_ffn_hidden_size=hf.n_shared_experts * hf.moe_intermediate_size,
+        sigmoid_router=True,
+        router_scale=hf.routed_scaling_factor,
+    )
+
+
+FAMILY = Family("Glm4MoeForCausalLM", read)
