@@ -151,11 +151,18 @@ class HfDirectory:
     def check(self, arch: Architecture) -> None:
         """Raises ValueError unless exactly the tensors of ``arch`` are there.
 
-        Two kinds may be there too: the head of a tied model (who reads it compares it with the
-        embedding), and the rotary tables of old checkpoints, which follow from config.json.
+        Three kinds may be there too: the head of a tied model (who reads it compares it with the
+        embedding), the rotary tables of old checkpoints, which follow from config.json, and layers
+        that nothing here reads.
         """
         wanted = set(hf_names(arch))
-        present = {name for name in self.files if not name.endswith("rotary_emb.inv_freq")}
+        behind = range(arch.num_layers, arch.num_layers + arch.num_unread_layers)
+        unread = tuple(f"model.layers.{layer}." for layer in behind)
+        present = {
+            name
+            for name in self.files
+            if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unread)
+        }
         if arch.tied_embeddings:
             present -= set(HEAD.hf)
         missing = sorted(wanted - present)

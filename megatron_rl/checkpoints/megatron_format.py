@@ -60,6 +60,8 @@ _STATEFUL = (
     "self_attention.k_layernorm",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
     "linear_fc1",
     "linear_fc2",
     "decoder.final_layernorm",
@@ -130,17 +132,22 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
         shape = local_shape(parameter, arch, vocab_rows, 1)
         if parameter.layer is None:
             yield LayerTensor(parameter, name, name, (), (), shape)
-        elif parameter.expert is None:
-            own = f"decoder.layers.{name}"
-            fused = f"decoder.layers.{_STORED_NAMES.get(name, name)}"
-            both = name == _BEFORE_EXPERTS and arch.num_experts > 0
+            continue
+        layers, place, extent = "decoder.layers", (parameter.layer,), (arch.num_layers,)
+        if arch.num_dense_layers:
+            # megatron stacks layers in one array only where all are alike.
+            layers, place, extent = f"{layers}.{parameter.layer}", (), ()
+        if parameter.expert is None:
+            own = f"{layers}.{name}"
+            fused = f"{layers}.{_STORED_NAMES.get(name, name)}"
+            both = name == _BEFORE_EXPERTS and arch.has_experts(parameter.layer)
             # The first is the one that is written, and looked for first.
             keys = (own, fused) if both else (fused, own)
-            yield LayerTensor(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
+            yield LayerTensor(parameter, *keys, place, extent, shape, both)
         else:
-            key = f"decoder.layers.mlp.experts.experts.{name}"
-            place = (parameter.layer, parameter.expert)
-            extent = (arch.num_layers, arch.num_experts)
+            key = f"{layers}.mlp.experts.experts.{name}"
+            place = (*place, parameter.expert)
+            extent = (*extent, arch.num_experts)
             yield LayerTensor(parameter, key, key, place, extent, shape)
 
 

@@ -86,6 +86,7 @@ class Architecture(ModelSizes):
     Attributes:
         num_dense_layers: how many layers, the first ones, have ``dense_slots`` in place of
             ``layer_slots`` and experts.
+        num_unread_layers: of a checkpoint, behind the last one: they predict further tokens.
         shared_ffn_hidden_size: width of the expert that every token visits; 0: there is none.
         sigmoid_router: scores are sigmoids, a bias is added to them where experts are chosen, and
             weights are normalized; else the softmax over the chosen ones.
@@ -111,6 +112,7 @@ class Architecture(ModelSizes):
     expert_prefix: str = ""
     num_dense_layers: int = 0
     dense_slots: tuple[Slot, ...] = ()
+    num_unread_layers: int = 0
     shared_ffn_hidden_size: int = 0
     sigmoid_router: bool = False
     router_scale: float = 1.0

@@ -1,7 +1,7 @@
 """GLM-4.5 and 4.6: first layers dense, then experts beside a shared one, chosen by sigmoids and a
 bias; half of each head is rotated.
 
-What a checkpoint has behind its last layer, which predicts further tokens, is left unread.
+The layer behind the last one of a checkpoint, which predicts further tokens, is left unread.
 """
 
 from typing import Any
@@ -24,9 +24,11 @@ BIASED_ROUTER = (
     Slot("mlp.router.expert_bias", "whole", ("mlp.gate.e_score_correction_bias",)),
 )
 SHARED_EXPERT = tuple(
-    Slot(f"mlp.shared_experts.{slot.megatron}", slot.kind, tuple(
-        f"mlp.shared_experts.{name}" for name in slot.hf
-    ))
+    Slot(
+        f"mlp.shared_experts.{slot.megatron}",
+        slot.kind,
+        tuple(f"mlp.shared_experts.{name}" for name in slot.hf),
+    )
     for slot in EXPERT
 )
 
@@ -55,6 +57,7 @@ def read(hf: Any) -> Architecture:
         expert_prefix="mlp.experts",
         num_dense_layers=hf.first_k_dense_replace,
         dense_slots=attention + DENSE_MLP,
+        num_unread_layers=getattr(hf, "num_nextn_predict_layers", None) or 0,
         shared_ffn_hidden_size=hf.n_shared_experts * hf.moe_intermediate_size,
         sigmoid_router=True,
         router_scale=hf.routed_scaling_factor,

@@ -23,6 +23,7 @@ TIED_HEAD = Slot("output_layer.weight", "vocab", ("model.embed_tokens.weight",))
 # The tower's parameters have one name on both sides.
 VISION = "visual."
 SHARED_EXPERT = "shared_experts."
+EXPERT_BIAS = "router.expert_bias"
 # Transformer Engine fuses a norm into the linear layer after it: its name there -> its own name.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -46,6 +47,11 @@ class Parameter:
     @property
     def is_adapter(self) -> bool:
         return bool(self.slot.shape)
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether megatron keeps it beside the parameters: in float32, without a gradient."""
+        return self.slot.megatron.endswith(EXPERT_BIAS)
 
 
 def padded_vocab(vocab_size: int, divisible_by: int, tensor: int) -> int:

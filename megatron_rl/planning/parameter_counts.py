@@ -69,22 +69,50 @@ def stage_counts(
     tower = _count(vision_parameters(arch), arch, rows, parallel.tensor, which)
     embedding = _count(before, arch, rows, parallel.tensor, which)
     ending = _count(after, arch, rows, parallel.tensor, which)
-    of_layer = layer_parameters(arch, 0) + adapter_parameters(arch, 0)
-    layer = _count(of_layer, arch, rows, parallel.tensor, which)
+    # The last layer has experts where the model has; the first one may have none.
+    layer, dense_layer = (
+        _count(
+            layer_parameters(arch, which_one) + adapter_parameters(arch, 0),
+            arch,
+            rows,
+            parallel.tensor,
+            which,
+        )
+        for which_one in (arch.num_layers - 1, 0)
+    )
     expert = _count(expert_parameters(arch, 0, 0), arch, rows, parallel.expert_tensor, which)
     counts = []
+    dense_layers = dense_of_stages(arch, parallel)
     for stage, layers in enumerate(stage_layers(arch, parallel)):
         is_first = stage == 0
         is_last = stage == parallel.pipeline - 1
-        dense = layers * layer
+        with_experts = layers - dense_layers[stage]
+        dense = with_experts * layer + dense_layers[stage] * dense_layer
         if is_first:
             dense += tower + embedding
         if is_last:
             dense += ending
             if arch.tied_embeddings and not is_first:
                 dense += embedding  # a copy of the embedding is the last stage's head
-        counts.append(Counts(dense, layers * expert * arch.num_experts // parallel.expert))
+        counts.append(Counts(dense, with_experts * expert * arch.num_experts // parallel.expert))
     return counts
+
+
+def dense_of_stages(arch: Architecture, parallel: ParallelConfig) -> list[int]:
+    """How many of the ``num_dense_layers`` each pipeline stage has.
+
+    Example: 3 of 16 layers, on two stages of two chunks each (0 to 3 and 8 to 11, the others), are
+    3 and 0; 5 are 4 and 1.
+    """
+    chunks = parallel.virtual_pipeline or 1
+    left = arch.num_dense_layers
+    found = [0] * parallel.pipeline
+    for _ in range(chunks):
+        for stage, layers in enumerate(stage_layers(arch, parallel)):
+            here = min(left, layers // chunks)
+            found[stage] += here
+            left -= here
+    return found
 
 
 def engine_parameters(
@@ -110,13 +138,16 @@ def engine_parameters(
         ranks = tensor if is_cut_by_engine(parameter) else 1
         yield parameter, math.ceil(numbers(parameter, tensor) / ranks), 1
     layers = longest_engine_stage(arch.num_layers, rollout.pipeline)
-    for parameter in layer_parameters(arch, 0):
-        yield parameter, numbers(parameter, tensor), layers
+    # Of several stages the longest one may be without them.
+    dense_layers = arch.num_dense_layers if rollout.pipeline == 1 else 0
+    for layer, copies in ((0, dense_layers), (arch.num_layers - 1, layers - dense_layers)):
+        for parameter in layer_parameters(arch, layer) if copies else ():
+            yield parameter, numbers(parameter, tensor), copies
     copies, cuts = arch.num_experts, tensor
     if rollout.expert_parallel:
         copies, cuts = math.ceil(arch.num_experts / tensor), 1
     for parameter in expert_parameters(arch, 0, 0):
-        yield parameter, copies * numbers(parameter, cuts), layers
+        yield parameter, copies * numbers(parameter, cuts), layers - dense_layers
 
 
 def _count(

@@ -71,7 +71,8 @@ def feed_forward_activations(arch: Architecture, parallel: ParallelConfig, fused
 
     Five widths, for each expert a token visits: gate and up, the activated gate, up once more, and
     their product. Fused: three, for gate and up serve the backward as they are. An expert also
-    keeps its token going in and coming out.
+    keeps its token going in and coming out. The expert that every token visits is cut as a dense
+    layer is. First layers without experts count as those with.
 
     Selective recomputation runs this part again as a whole and keeps nothing of it. Of fused
     experts it runs the activation again, and keeps gate and up (under delayed FP8 scaling it keeps
@@ -87,7 +88,8 @@ def feed_forward_activations(arch: Architecture, parallel: ParallelConfig, fused
         widths = 2
     shared = parallel.tensor if parallel.sequence else 1
     width = widths * arch.expert_ffn_hidden_size / parallel.expert_tensor
-    return arch.experts_per_token * (width + 2 * arch.hidden_size) / shared
+    of_shared = widths * arch.shared_ffn_hidden_size / parallel.tensor
+    return of_shared + arch.experts_per_token * (width + 2 * arch.hidden_size) / shared
 
 
 def run_again_activations(

@@ -238,7 +238,9 @@ def block_spec(
         for kind in {arch.has_experts(layer) for layer in range(arch.num_layers)}
     }
     layers = [of_kind[arch.has_experts(layer)][0] for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=next(iter(of_kind.values()))[1])
+    return TransformerBlockSubmodules(
+        layer_specs=layers, layer_norm=next(iter(of_kind.values()))[1]
+    )
 
 
 def layer_spec(
@@ -280,23 +282,27 @@ def layer_spec(
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Has the gradients of experts reduced over all ranks that hold the same experts, and keeps
-    the biases of routers.
+    """Has the gradients of experts reduced over all ranks that hold the same experts.
 
     megatron marks them so where experts are spread over ranks. It does not where whole experts
     stand on every tensor rank (``parallel.expert`` and ``expert_tensor`` 1, ``tensor`` not): each
     of these sends its own part of the tokens through them, and would keep its own gradient.
     """
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            # Else megatron moves the bias after every step, so that experts get equal loads.
-            cast(Any, module).frozen_expert_bias = True
     all_ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if parallel_state.get_expert_data_parallel_world_size() == all_ranks:
         return
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             cast(Any, parameter).allreduce = False
+
+
+def keep_biases(model: torch.nn.Module) -> None:
+    """Leaves the biases of routers in float32, and as they are: megatron would move them after
+    every step, so that experts get equal loads."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            cast(Any, module).frozen_expert_bias = True
+            module._maintain_float32_expert_bias()
 
 
 def build_chunks(
@@ -349,6 +355,7 @@ def build_chunks(
         if arch.adapter_slots:
             add_adapters(model, arch, settings.lora.scale)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
+        keep_biases(model)
         if hasattr(model, "visual"):
             set_tower_angles(model.visual)
     return chunks

@@ -45,7 +45,7 @@ def engine_of(arch: str, tensor: int, **more: int) -> VllmEngine:
 def policy_of(
     arch: str, layout: dict, seed: int = OTHER, params: str = "float32"
 ) -> MegatronPolicy:
-    more = {"sequence": True} if "tensor" in layout and arch in ("qwen3_moe", "mixtral") else {}
+    more = {"sequence": True} if "tensor" in layout and arch in ("qwen3_moe", "glm4_moe", "mixtral") else {}
     return build_policy(path_of(arch, seed), layout | more, params)
 
 

@@ -44,6 +44,18 @@ FAMILIES = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    "glm4_moe": {
+        "head_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "tie_word_embeddings": False,
+    },
     "mixtral": {
         "head_dim": 32,
         "num_local_experts": 4,

@@ -31,6 +31,7 @@ CASES = [
     Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied"),
     Case("experts", {"tensor": 2, "sequence": True, **SHARDED}, model="qwen3_moe"),
     Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
+    Case("first_dense", {"pipeline": 2}, "bfloat16", model="glm4_moe"),
 ]
 
 

@@ -25,6 +25,7 @@ FAULTS = (
 CASES = {
     (2, 1): (
         "qwen3_moe:expert=2",
+        "glm4_moe:expert=2",
         "qwen3:tensor=2",
         "qwen2_tied:pipeline=2",
     ),
@@ -33,6 +34,7 @@ NIGHTLY = {
     (2, 1): ("mixtral:tensor=2", "qwen3:pipeline=2", "llama:"),
     (2, 2): (
         "qwen3_moe:tensor=2,expert=2",
+        "glm4_moe:tensor=2,expert=2",
         "qwen3:",
         "qwen2_tied:pipeline=2",
         "qwen3:tensor=2",

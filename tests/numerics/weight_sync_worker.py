@@ -345,6 +345,7 @@ def interrupted() -> None:
 if __name__ == "__main__":
     archs = (
         "qwen3_moe",
+        "glm4_moe",
         "qwen3",
         "qwen2_tied",
         "llama",

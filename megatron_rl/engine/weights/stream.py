@@ -20,7 +20,7 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight in a HF directory, without reading the weights.
 
     The output head of a tied model is left out even when the file holds a copy: it is the
-    embedding.
+    embedding. So are layers behind the last one, which predict further tokens.
 
     Raises:
         ValueError: the directory holds no safetensors file.
@@ -39,8 +39,13 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
     config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
+    layers = config.get("num_hidden_layers", 0)
+    more = config.get("num_nextn_predict_layers") or 0
+    unread = tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
     return {
-        name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")
+        name: shape
+        for name, shape in shapes.items()
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unread)
     }
 
 

@@ -45,6 +45,7 @@ class Unit:
     Attributes:
         tensors: name of each HF tensor, and the shards that together fill it. Their offsets count
             in the flat ``[members, numel]`` of all members.
+        dtype: of the numbers; None: that of the others of the model.
     """
 
     stage: int
@@ -52,6 +53,7 @@ class Unit:
     members: list[list[Parameter]]
     numel: int
     tensors: dict[str, list[Shard]]
+    dtype: torch.dtype | None = None
 
 
 class Gather:
@@ -82,7 +84,15 @@ class Gather:
         self.units.append(self._dense_unit(0, before))
         for layer in range(arch.num_layers):
             stage = stage_of[layer]
-            self.units.append(self._dense_unit(stage, layer_parameters(arch, layer)))
+            parameters = layer_parameters(arch, layer)
+            dense = [each for each in parameters if not each.is_buffer]
+            self.units.append(self._dense_unit(stage, dense))
+            # Of another number format, and whole on every rank.
+            self.units += [
+                replace(self._unit(stage, None, [[each]], 1), dtype=torch.float32)
+                for each in parameters
+                if each.is_buffer
+            ]
             if arch.has_experts(layer):
                 self.units.append(self._expert_unit(stage, layer))
         self.units.append(self._dense_unit(ranks.pipeline - 1, after))
@@ -149,20 +159,21 @@ class Gather:
         for unit in self.units:
             flat = self._collect(unit, value, sample)
             for name, inside in unit.tensors.items():
-                whole = sample.new_empty(inside[0].full)
+                whole = flat.new_empty(inside[0].full)
                 for shard in inside:
                     whole[tensor_slices(shard)] = part_of(flat, shard)
                 yield name, whole
 
     def _collect(self, unit: Unit, value: Callable[[Tensor], Tensor], sample: Tensor) -> Tensor:
         """``[members, numel]``: the flat shards of all members of the unit's group."""
-        flat = sample.new_empty(len(unit.members), unit.numel)
+        dtype = unit.dtype or sample.dtype
+        flat = sample.new_empty(len(unit.members), unit.numel, dtype=dtype)
         is_here = self.ranks.pipeline_rank == unit.stage
         if is_here:
             member = 0 if unit.group is None else dist.get_rank(unit.group)
             parameters = unit.members[member]
             values = (value(self.own[each]) for each in parameters)
-            local = torch.cat([each.detach().to(sample.dtype).reshape(-1) for each in values])
+            local = torch.cat([each.detach().to(dtype).reshape(-1) for each in values])
             if len(unit.members) == 1:
                 flat[0] = local
             else:

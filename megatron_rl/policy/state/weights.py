@@ -20,6 +20,7 @@ from megatron_rl.config.model_config import format_name
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
+    EXPERT_BIAS,
     FINAL_NORM,
     FUSED_NORMS,
     HEAD,
@@ -47,7 +48,6 @@ LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The experts of a rank are modules of their own, or, grouped, numbered weights of one module.
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<name>.*)")
 GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<name>linear_fc[12]\.weight)(?P<number>\d+)")
-EXPERT_BIAS = "router.expert_bias"  # in float32, and no parameter to megatron
 MAX_NAMES_SHOWN = 4
 
 
