@@ -40,7 +40,8 @@ CASES = {
         Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied", reference=True),
         Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
         Case("experts", {"tensor": 2, "sequence": True}, model="qwen3_moe"),
-        Case("first_dense", {"expert": 2, **SHARDED}, "bfloat16", model="glm4_moe"),
+        Case("first_dense", {"expert": 2, **SHARDED}, model="glm4_moe"),
+        Case("first_dense_bf16", {"expert": 2}, "bfloat16", model="glm4_moe"),
     ],
     4: [
         Case("adapters_dp2", {"tensor": 2, **SHARDED}, lora=LORA),
@@ -71,7 +72,7 @@ RESHAPES = [
     ),
     ("ep2", Case("dp2", SHARDED, model="qwen3_moe")),
     ("experts", Case("ep2", {"expert": 2}, model="qwen3_moe")),
-    ("first_dense", Case("pp2", {"pipeline": 2, **SHARDED}, "bfloat16", model="glm4_moe")),
+    ("first_dense", Case("pp2", {"pipeline": 2, **SHARDED}, model="glm4_moe")),
 ]
 
 # Checkpoint of one case read into another layout, by number of ranks, and written again.
@@ -99,7 +100,7 @@ MOVES = {
         # Experts spread over ranks, which gives them an optimizer of their own, and not.
         ("ep2", Case("dp2", SHARDED, model="qwen3_moe")),
         ("experts", Case("ep2", {"expert": 2}, model="qwen3_moe")),
-        ("first_dense", Case("pp2", {"pipeline": 2, **SHARDED}, "bfloat16", model="glm4_moe")),
+        ("first_dense_bf16", Case("pp2", {"pipeline": 2}, "bfloat16", model="glm4_moe")),
     ],
     4: [
         ("dp2_bf16", Case("tp2_dp2", {"tensor": 2, **SHARDED}, "bfloat16", reference=True)),
