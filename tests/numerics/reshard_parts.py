@@ -45,7 +45,8 @@ def engine_of(arch: str, tensor: int, **more: int) -> VllmEngine:
 def policy_of(
     arch: str, layout: dict, seed: int = OTHER, params: str = "float32"
 ) -> MegatronPolicy:
-    more = {"sequence": True} if "tensor" in layout and arch in ("qwen3_moe", "glm4_moe", "mixtral") else {}
+    has_experts = arch in ("qwen3_moe", "glm4_moe", "mixtral")
+    more = {"sequence": True} if "tensor" in layout and has_experts else {}
     return build_policy(path_of(arch, seed), layout | more, params)
 
 

@@ -8,7 +8,7 @@ have. No tensor is allocated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -19,12 +19,13 @@ from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
     "mixtral": ("w1", "w3", "w2"),
 }
+ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 EXPERT_BLOCK = {"qwen": "mlp", "mixtral": "block_sparse_moe"}
 
 
@@ -53,6 +54,7 @@ class ModelShape:
     experts: int = 0  # 0 = dense
     moe_ffn: int = 0
     shared_ffn: int = 0  # 0 = no shared expert
+    router_bias: bool = False  # as GLM-4.5: no gate before the shared expert then
     dense_layers: tuple[int, ...] = ()  # with an ordinary feed-forward, where others have experts
     expert_names: Literal["qwen", "mixtral"] = "qwen"
     dtype: str = "bfloat16"
@@ -80,6 +82,9 @@ class ModelShape:
             qk_norm=arch.qk_norm,
             experts=arch.num_experts,
             moe_ffn=arch.expert_ffn_hidden_size,
+            shared_ffn=arch.shared_ffn_hidden_size,
+            router_bias=arch.sigmoid_router,
+            dense_layers=tuple(range(arch.num_dense_layers)),
             expert_names="mixtral" if mixtral else "qwen",
             dtype=dtype,
         )
@@ -331,7 +336,11 @@ class _Worker:
             self.table.rows(f"{expert}.{gate}.weight", wide, first, size, w13, gate_row)
             self.table.rows(f"{expert}.{up}.weight", wide, first, size, w13, gate_row + size)
             self.table.columns(f"{expert}.{down}.weight", tall, first, size, w2, i * model.hidden)
-        if model.shared_ffn:
+        if model.router_bias:
+            exact = replace(self.table, dtype="float32")
+            exact.whole(ROUTER_BIAS, (model.experts,), ROUTER_BIAS)
+            self.feed_forward("mlp.shared_experts", model.shared_ffn)
+        elif model.shared_ffn:
             self.feed_forward("mlp.shared_expert", model.shared_ffn)
             self.same_name("mlp.shared_expert_gate", (1, model.hidden))
 

@@ -7,19 +7,29 @@ policies and for plans. Families: Llama, Qwen2, Qwen2.5, Qwen3, Qwen2-MoE, Qwen3
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from tools.planning.engine_tables import (
     EXPERT_BLOCK,
     EXPERT_NAMES,
+    ROUTER_BIAS,
     ModelShape,
     ShardTable,
     divide,
 )
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+)
 
 
 def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelShape:
@@ -31,8 +41,9 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         raise ValueError(
             f"config.json: model_type={family!r} has no declared layout; known: {known}"
         )
+    is_glm = family == "glm4_moe"
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
+        if config.get(key) and not is_glm:
             raise ValueError(f"config.json: {key}=true is not described by the declared layouts")
     heads = config["num_attention_heads"]
     return ModelShape(
@@ -44,8 +55,8 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         ffn=config["intermediate_size"],
         vocab=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings")),
-        qkv_bias=family.startswith("qwen2"),
-        qk_norm=family.startswith("qwen3"),
+        qkv_bias=family.startswith("qwen2") or (is_glm and config["attention_bias"]),
+        qk_norm=family.startswith("qwen3") or (is_glm and config["use_qk_norm"]),
         dtype=dtype,
         **_expert_sizes(config),
     )
@@ -58,6 +69,14 @@ def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
             "experts": config["num_local_experts"],
             "moe_ffn": config["intermediate_size"],
             "expert_names": "mixtral",
+        }
+    if family == "glm4_moe":
+        return {
+            "experts": config["n_routed_experts"],
+            "moe_ffn": config["moe_intermediate_size"],
+            "shared_ffn": config["n_shared_experts"] * config["moe_intermediate_size"],
+            "router_bias": True,
+            "dense_layers": tuple(range(config["first_k_dense_replace"])),
         }
     if not family.endswith("_moe"):
         return {}
@@ -277,7 +296,11 @@ class _RankTable:
             tensor = f"{block}.experts.{self.at['ep'] * count + i}"
             key = f"mlp.experts.local_experts.{i}"
             self._projections(tensor, key, model.moe_ffn, names, ("etp", self.layout.etp))
-        if model.shared_ffn:
+        if model.router_bias:
+            exact = replace(self.lines, dtype="float32")
+            exact.whole(ROUTER_BIAS, (model.experts,), "mlp.router.expert_bias")
+            self.mlp("mlp.shared_experts", "mlp.shared_experts", model.shared_ffn)
+        elif model.shared_ffn:
             self.mlp("mlp.shared_expert", "mlp.shared_experts", model.shared_ffn)
             gate = "mlp.shared_expert_gate.weight"
             self.lines.whole(gate, (1, model.hidden), "mlp.shared_experts.gate_weight")
