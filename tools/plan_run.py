@@ -267,7 +267,7 @@ def tensor_message_seconds(
     (arXiv 2205.05198), section 4.2.2.
     """
     tensor = config.parallel.tensor
-    blocks = arch.num_layers * (1 if arch.num_experts else 2)
+    blocks = sum(1 if arch.has_experts(layer) else 2 for layer in range(arch.num_layers))
     tokens = float(lengths.sum()) + lengths.size * config.rollout.max_prompt_tokens
     sent = 2 * (tensor - 1) / tensor * blocks * tokens * arch.hidden_size * 2
     in_node = tensor <= cluster.gpus

@@ -70,6 +70,18 @@ PRESETS = {
         num_experts_per_tok=8,
         norm_topk_prob=True,
     ),
+    "glm-4.5": _sizes(
+        *("glm4_moe", "Glm4MoeForCausalLM", 92, 5120, 12288, 96, 8, 151552),
+        head_dim=128,
+        moe_intermediate_size=1536,
+        n_routed_experts=160,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        attention_bias=True,
+        use_qk_norm=True,
+        routed_scaling_factor=2.5,
+        partial_rotary_factor=0.5,
+    ),
 }
 
 

@@ -63,16 +63,20 @@ STATES_QWEN3_MOE = {
 }
 
 
+# Of the families, what NeMo 2 has models for.
+NAMES = [name for name in zoo.FAMILIES if name.removesuffix("_tied") in nemo_context.FAMILIES]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("nemo")
-    for name in zoo.FAMILIES:
+    for name in NAMES:
         zoo.save_tiny_model(name, path / name)
         save_tokenizer(path / name)
     return path
 
 
-@pytest.mark.parametrize("name", zoo.FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(folder, name):
     digest = to_nemo(folder / name, folder / f"{name}_there")
     assert to_hf(folder / f"{name}_there", folder / f"{name}_back", None, 10**9) == digest

@@ -18,6 +18,7 @@ from tests import zoo
 from tests.launch import run
 from tests.numerics.nemo_models import save_formula, save_tokenizer
 from tests.numerics.nemo_worker import IDS
+from tests.numerics.test_nemo_checkpoint import NAMES
 from tools.convert_checkpoint import to_hf, to_nemo
 
 pytestmark = pytest.mark.full
@@ -67,13 +68,13 @@ def test_nemo_opens_every_family(nemo, tmp_path):
     """NeMo's loader builds the model from context/ and loads weights/: every parameter bit-equal,
     logits those of transformers."""
     paths = []
-    names = [*zoo.FAMILIES, "linear"]
+    names = [*NAMES, "linear"]
     zoo.save_tiny_model("qwen2", tmp_path / "linear")
     config = json.loads((tmp_path / "linear" / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     (tmp_path / "linear" / "config.json").write_text(json.dumps(config))
     for name in names:
-        if name in zoo.FAMILIES:
+        if name in NAMES:
             zoo.save_tiny_model(name, tmp_path / name)
         save_tokenizer(tmp_path / name)
         to_nemo(tmp_path / name, tmp_path / f"{name}_nemo")

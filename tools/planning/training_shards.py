@@ -3,7 +3,7 @@ parameter map, and Megatron's order of ranks and layers. No process group, no te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.load import compose
@@ -176,15 +176,23 @@ class _Held:
             self._add(parameter, parameter.slot.megatron, "", ("",), (f"{chunk}:",))
 
     def layers(self, chunk: int, layers: range) -> None:
-        first = f"model.layers.{layers.start}."
+        """Those of a chunk: first the ones without experts, then the others."""
+        has = self.arch.has_experts
+        for kind in (False, True):
+            if chosen := [layer for layer in layers if has(layer) == kind]:
+                self._alike(chunk, layers.start, chosen)
+
+    def _alike(self, chunk: int, start: int, layers: Sequence[int]) -> None:
+        """Layers of a chunk, whose first one is ``start``, that have the same tensors."""
+        first = f"model.layers.{layers[0]}."
         tensors = tuple(f"model.layers.{layer}." for layer in layers)
-        parameters = tuple(f"{chunk}:decoder.layers.{i}." for i in range(len(layers)))
-        for parameter in layer_parameters(self.arch, layers.start):
+        parameters = tuple(f"{chunk}:decoder.layers.{layer - start}." for layer in layers)
+        for parameter in layer_parameters(self.arch, layers[0]):
             self._add(parameter, parameter.slot.megatron, first, tensors, parameters)
         count = self.arch.num_experts // self.parallel.expert
-        for i in range(count):
+        for i in range(count if self.arch.has_experts(layers[0]) else 0):
             expert = self.place.expert * count + i
-            for parameter in expert_parameters(self.arch, layers.start, expert):
+            for parameter in expert_parameters(self.arch, layers[0], expert):
                 key = f"mlp.experts.local_experts.{i}.{parameter.slot.megatron}"
                 self._add(parameter, key, first, tensors, parameters)
 
@@ -205,4 +213,5 @@ class _Held:
         keys = full_names(parameters, key)
         for shard in shards(parameter, self.arch, self.vocab_rows, rank, size):
             names = full_names(tensors, shard.name.removeprefix(first))
-            self.groups.append(ShardGroup(names, keys, replace(shard, name="", dtype=self.dtype)))
+            dtype = "float32" if parameter.is_buffer else self.dtype
+            self.groups.append(ShardGroup(names, keys, replace(shard, name="", dtype=dtype)))

@@ -24,7 +24,7 @@ FAMILIES_FOLDER = Path(families.__file__).parent
 
 
 def config(kind: str, **more: Any) -> Any:
-    name = {"Qwen3Moe": "qwen3_moe"}.get(kind, kind.lower())
+    name = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe"}.get(kind, kind.lower())
     return getattr(transformers, f"{kind}Config")(**(SMALL | TINY[name] | more))
 
 
@@ -39,6 +39,10 @@ def test_options_of_each_family() -> None:
     assert (read("Llama").head_dim, read("Llama").rope_type) == (16, "llama3")
     assert (read("Qwen3Moe").num_experts, read("Qwen3Moe").expert_ffn_hidden_size) == (4, 48)
     assert (read("Mixtral").num_experts, read("Mixtral").expert_ffn_hidden_size) == (4, 96)
+    glm = read("Glm4Moe", n_shared_experts=2, use_qk_norm=False, attention_bias=False)
+    assert (glm.num_experts, glm.expert_ffn_hidden_size, glm.shared_ffn_hidden_size) == (4, 48, 96)
+    assert (glm.qk_norm, glm.qkv_bias, glm.rotary_share) == (False, False, 0.5)
+    assert [glm.has_experts(layer) for layer in range(4)] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(

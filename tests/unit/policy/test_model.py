@@ -82,10 +82,10 @@ def test_layers_of_transformer_engine_are_asked_for_grouped_experts(
     monkeypatch.setattr(
         model, "get_gpt_layer_with_transformer_engine_spec", lambda **given: asked.append(given)
     )
-    monkeypatch.setattr(model, "get_num_layers_to_build", lambda *_, **__: 2)
     for arch in (DENSE, EXPERTS):
-        spec = model.layer_spec(model.transformer_config(arch, parallel(), precision()), None)
-        assert spec.layer_norm is extension.TENorm
+        config = model.transformer_config(arch, parallel(), precision())
+        _, norm = model.layer_spec(config, arch.num_experts or None)
+        assert norm is extension.TENorm
     assert [given["moe_grouped_gemm"] for given in asked] == [False, True]
 
 
@@ -95,9 +95,8 @@ def test_layers_with_adapters_have_their_norms_apart(
     """A fused layer takes inputs before the norm, which are not those of an adapter."""
     layer = model.get_gpt_layer_local_spec()
     monkeypatch.setattr(model, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
-    monkeypatch.setattr(model, "get_num_layers_to_build", lambda *_, **__: 1)
     config = model.transformer_config(DENSE, parallel(), precision())
-    parts = model.layer_spec(config, None, adapted=True).layer_specs[0].submodules
+    parts = model.layer_spec(config, None, adapted=True)[0].submodules
     assert parts.input_layernorm is parts.pre_mlp_layernorm is extension.TENorm
     linear = extension.TEColumnParallelLinear
     assert parts.self_attention.submodules.linear_qkv is linear
