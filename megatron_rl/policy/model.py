@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -252,21 +252,6 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def mark_experts(model: torch.nn.Module) -> None:
-    """Has the gradients of experts reduced over all ranks that hold the same experts.
-
-    megatron marks them so where experts are spread over ranks. It does not where whole experts
-    stand on every tensor rank (``parallel.expert`` and ``expert_tensor`` 1, ``tensor`` not): each
-    of these sends its own part of the tokens through them, and would keep its own gradient.
-    """
-    all_ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    if parallel_state.get_expert_data_parallel_world_size() == all_ranks:
-        return
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            cast(Any, parameter).allreduce = False
-
-
 def build_chunks(
     config: TransformerConfig, arch: Architecture, hf: Any, settings: ModelConfig, max_tokens: int
 ) -> list[torch.nn.Module]:
@@ -312,7 +297,6 @@ def build_chunks(
             model.rotary_pos_emb.inv_freq = frequencies
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())
-        mark_experts(model)
         if arch.adapter_slots:
             add_adapters(model, arch, settings.lora.scale)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
