@@ -42,9 +42,9 @@ class HiddenStates(GPTModel):
 
     megatron-core 0.19 gives GPTModel corrections alone, and new architectures to HybridModel, whose
     layers are one sub-block each (a pattern of ``*``, ``-``, ``E``, ``G``). No other module names
-    the class. A move would take: names and keys of checkpoints by sub-block (megatron reads those
-    of a GPT into it), rotary positions of images, which it lacks, and its whole ``forward``, which
-    has no methods before and after the layers to replace.
+    GPTModel. A move would take names and keys of checkpoints by sub-block (megatron reads those of
+    a GPT into it), rotary positions of images, which HybridModel lacks, and a ``forward`` of our
+    own, for the one there is one piece without a method before or after the layers.
     """
 
     def _preprocess(
