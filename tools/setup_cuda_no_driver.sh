@@ -6,7 +6,8 @@
 #   bash tools/setup_cuda_no_driver.sh DIR [--python EXE]
 #
 # Needs Python 3.12 (for megatron-core; default python3.12), a compiler for C++20, the CUDA 13
-# toolkit (CUDA_HOME, default /usr/local/cuda) and about 15 GB of disk. pip's own configuration is left aside: it may name a CPU build of torch.
+# toolkit (CUDA_HOME, default /usr/local/cuda) and about 15 GB of disk. pip's own configuration is
+# left aside: it may name a CPU build of torch.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +45,9 @@ class HiddenStates(GPTModel):
 
     megatron-core 0.19 gives GPTModel corrections alone, and new architectures to HybridModel, whose
     layers are one sub-block each (a pattern of ``*``, ``-``, ``E``, ``G``). No other module names
-    the class. A move would take: names and keys of checkpoints by sub-block (megatron reads those
-    of a GPT into it), rotary positions of images, which it lacks, and its whole ``forward``, which
-    has no methods before and after the layers to replace.
+    GPTModel. A move would take names and keys of checkpoints by sub-block (megatron reads those of
+    a GPT into it), rotary positions of images, which HybridModel lacks, and a ``forward`` of our
+    own, for the one there is one piece without a method before or after the layers.
     """
 
     def _preprocess(
@@ -281,21 +281,6 @@ def layer_spec(
     return layer, norm
 
 
-def mark_experts(model: torch.nn.Module) -> None:
-    """Has the gradients of experts reduced over all ranks that hold the same experts.
-
-    megatron marks them so where experts are spread over ranks. It does not where whole experts
-    stand on every tensor rank (``parallel.expert`` and ``expert_tensor`` 1, ``tensor`` not): each
-    of these sends its own part of the tokens through them, and would keep its own gradient.
-    """
-    all_ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    if parallel_state.get_expert_data_parallel_world_size() == all_ranks:
-        return
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            cast(Any, parameter).allreduce = False
-
-
 def keep_biases(model: torch.nn.Module) -> None:
     """Leaves the biases of routers in float32, and as they are: megatron would move them after
     every step, so that experts get equal loads."""
@@ -351,7 +336,6 @@ def build_chunks(
             model.rotary_pos_emb.inv_freq = frequencies
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())
-        mark_experts(model)
         if arch.adapter_slots:
             add_adapters(model, arch, settings.lora.scale)
         chunks.append(Float16Module(config, model) if config.bf16 else model)

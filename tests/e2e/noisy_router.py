@@ -3,6 +3,9 @@ and kernels. With the engine's weights they choose other experts for some tokens
 
 from __future__ import annotations
 
+import megatron_rl.policy  # noqa: F401 (what megatron needs of it before it is imported)
+
+# isort: split
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 

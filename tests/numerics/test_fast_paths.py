@@ -212,7 +212,9 @@ class NumberedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(
                 torch.empty(output_size, input_size, dtype=config.params_dtype)
             )
-            weight.allreduce = config.expert_model_parallel_size == 1
+            spread = config.expert_model_parallel_size > 1
+            cut = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+            weight.allreduce = cut and not spread
             self.register_parameter(f"weight{number}", weight)
         self.num_gemms = num_gemms
 

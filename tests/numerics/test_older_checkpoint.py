@@ -1,5 +1,5 @@
-"""A training checkpoint that was written with megatron-core 0.16.1, and the form in which 0.19 writes
-checkpoints: a training resumes from either, and both are verified and converted."""
+"""A training checkpoint that was written with megatron-core 0.16.1, and the form in which 0.19
+writes them: a training resumes from either, and both are verified and converted."""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ two ranks)."""
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +142,16 @@ TAKEN_AWAY: dict[str, tuple[Callable[[str], Any], str, str]] = {
 def test_every_stand_in_is_listed_and_tried():
     tried = {label.split()[1] for label in TAKEN_AWAY if label.startswith("replacement")}
     assert tried == set(STAND_INS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
+def test_schedules_alone_want_triton():
+    """What ``megatron_rl.policy`` puts in place of kernels may go when they do not."""
+    program = "import megatron.core.pipeline_parallel.schedules"
+    for before, code in (("", 1), ("import megatron_rl.policy; ", 0)):
+        done = subprocess.run([sys.executable, "-c", before + program], stderr=subprocess.PIPE)
+        assert done.returncode == code
+        assert (b"No module named 'triton'" in done.stderr) == bool(code)
 
 
 @on_ranks(2)
