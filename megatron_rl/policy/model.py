@@ -227,9 +227,10 @@ def layer_spec(
         if adapted:
             # Adapters want the inputs after the norm, which a fused layer keeps to itself.
             layer.submodules.input_layernorm = norm
-            layer.submodules.pre_mlp_layernorm = norm
             layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-            layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            if experts is None:  # else they have no adapters, and a norm of their own
+                layer.submodules.pre_mlp_layernorm = norm
+                layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
     else:
         layer = get_gpt_layer_local_spec(
             num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm"
