@@ -75,7 +75,7 @@ def check(path: Path, arch: Architecture, lora: LoraConfig) -> None:
             f"{where}/{CONFIG}: {'; '.join(problems)}; set model.lora to what the file says, or"
             " give other adapters"
         )
-    shapes = {PREFIX + name: shape for name, shape in adapter_shapes(arch).items()}
+    shapes = {stored_name(name, arch): shape for name, shape in adapter_shapes(arch).items()}
     with open_tensors(path / WEIGHTS) as file:
         there = set(file.keys())
         missing = sorted(shapes.keys() - there)
@@ -95,17 +95,29 @@ def check(path: Path, arch: Architecture, lora: LoraConfig) -> None:
                 )
 
 
-def read_shard(path: Path, shard: Shard) -> Tensor:
+def stored_name(name: str, arch: Architecture) -> str:
+    """Of an adapter in a file of peft, which calls modules as transformers' newest layout does."""
+    for new, old in arch.prefixes:
+        if name.startswith(old):
+            return PREFIX + new + name.removeprefix(old)
+    return PREFIX + name
+
+
+def read_shard(path: Path, shard: Shard, arch: Architecture) -> Tensor:
     """A part of one adapter of a folder that was checked."""
     with open_tensors(path / WEIGHTS) as file:
-        part: Tensor = file.get_slice(PREFIX + shard.name)[tensor_slices(shard)]
+        part: Tensor = file.get_slice(stored_name(shard.name, arch))[tensor_slices(shard)]
         return part
 
 
-def write(tensors: Mapping[str, Tensor], lora: LoraConfig, base: str, path: Path) -> None:
+def write(
+    tensors: Mapping[str, Tensor], arch: Architecture, lora: LoraConfig, base: str, path: Path
+) -> None:
     """Writes adapters, by HF name, into the new folder ``path``; ``base``: model of their base."""
     path.mkdir()
-    modules = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors}
+    modules = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors})
+    # A tower may have modules of the same names: an expression names those of the language model.
+    language = rf"model\.language_model\..*\.({'|'.join(modules)})"
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -114,12 +126,15 @@ def write(tensors: Mapping[str, Tensor], lora: LoraConfig, base: str, path: Path
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.rslora,
-        "target_modules": sorted(modules),
+        "target_modules": modules if arch.vision is None else language,
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
         "inference_mode": True,
     }
     (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    named = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    named = {
+        stored_name(name, arch): tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
     save_file(named, path / WEIGHTS, metadata={"format": "pt"})

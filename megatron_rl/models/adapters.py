@@ -75,12 +75,16 @@ def adapter_problems(
             " set the rank to that of adapter_config.json"
         ]
     start = f"model.lora.rank = {model.lora.rank}: "
-    remedy = "set it to null, or give a dense language model"
     problems = []
-    if arch.num_experts:
-        problems.append(f"{start}adapters of a model with experts are not implemented; {remedy}")
-    if arch.vision is not None:
-        problems.append(f"{start}adapters beside a vision tower are not implemented; {remedy}")
+    if arch.num_experts and "mlp" in model.lora.targets:
+        problems.append(
+            f"{start}adapters of experts are not implemented; set model.lora.targets=[attention]"
+        )
+    if arch.num_dense_layers:
+        problems.append(
+            f"{start}adapters of a model whose first layers are dense are not implemented; set it"
+            " to null, or give another model"
+        )
     if precision.fp8 is not None:
         problems.append(
             f"{start}adapters of weights in FP8 are not implemented; set precision=bf16"

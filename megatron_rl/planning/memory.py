@@ -198,7 +198,7 @@ def _vision_bytes(
         return 0
     live = live_first_chunks(parallel) * load.tokens_per_microbatch
     tokens = min(live, load.tokens_per_minibatch)
-    frozen = load.freeze_vision
+    frozen = load.freeze_vision or bool(arch.adapter_slots)
     patches = load.tokens_per_microbatch * arch.vision.merge**2
     pixels = FLOAT32_BYTES * arch.vision.patch_numbers * patches
     kept = tower_activations(arch.vision, parallel, tokens, item_bytes, frozen=frozen)

@@ -211,7 +211,7 @@ def start_adapters(
     for item in adapters:
         for shard in item.shards:  # one: an adapter is one HF tensor
             if path is not None:
-                values = peft_format.read_shard(path, shard)
+                values = peft_format.read_shard(path, shard, arch)
             elif shard.name.endswith("lora_A.weight"):
                 values = random_a(shard.name, shard.full)[tensor_slices(shard)]
             else:

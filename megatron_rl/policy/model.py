@@ -263,9 +263,10 @@ def layer_spec(
         if adapted:
             # Adapters want the inputs after the norm, which a fused layer keeps to itself.
             layer.submodules.input_layernorm = norm
-            layer.submodules.pre_mlp_layernorm = norm
             layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-            layer.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
+            if experts is None:  # else they have no adapters, and a norm of their own
+                layer.submodules.pre_mlp_layernorm = norm
+                layer.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
     else:
         layer = get_gpt_layer_local_spec(
             num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm"
@@ -286,7 +287,7 @@ def keep_biases(model: torch.nn.Module) -> None:
     every step, so that experts get equal loads."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            cast(Any, module).frozen_expert_bias = True
+            module.frozen_expert_bias = True
             module._maintain_float32_expert_bias()
 
 

@@ -3,6 +3,7 @@ every rank runs, and the plain answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoints import adapter_checkpoint, peft_format
 from megatron_rl.models import read_architecture
+from megatron_rl.models.adapters import with_adapters
 from megatron_rl.passes import LocalBatch
 from megatron_rl.policy.adapters import random_a
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -24,9 +26,9 @@ from tests.numerics import policy_worker
 from tests.numerics.policy_reference import (
     ENTROPY,
     relative_error,
-    scores,
 )
 from tests.numerics.policy_worker import OPTIM, logits_error, splits
+from tests.numerics.seeing import published_name, seeing_differentiated
 from tools.replay.recorded_run import ReplayedRun
 
 PROJECTIONS = {
@@ -70,12 +72,18 @@ def adapted(model: str, lora: dict[str, Any]) -> tuple[torch.nn.Module, dict[str
     found = {}
     for name, linear in list(hf.named_modules()):
         owner, _, last = name.rpartition(".")
-        if last in names:
+        if last in names and "visual" not in name:
+            name = published_name(name)
             a = random_a(name, (rank, linear.in_features))
             b = 0.1 * torch.randn(linear.out_features, rank, generator=generator)
             found[name] = AdaptedLinear(linear, a, b, scale)
             setattr(hf.get_submodule(owner), last, found[name])
     return hf, found
+
+
+def differentiated(model: str) -> Callable[[Any], dict[str, Any]]:
+    """What gives logits, scores and loss of such a model, and its parameters their gradients."""
+    return seeing_differentiated if model in zoo.SEEING else policy_worker.differentiated
 
 
 def by_hf_name(adapters: dict[str, AdaptedLinear], what: Any = lambda p: p) -> dict[str, Tensor]:
@@ -86,15 +94,18 @@ def by_hf_name(adapters: dict[str, AdaptedLinear], what: Any = lambda p: p) -> d
     return tensors
 
 
-def reference(case: Case, folder: Path) -> dict[str, Any]:
+def reference(case: Case, path: Path, folder: Path) -> dict[str, Any]:
     """What transformers says: scores, loss, gradients, one step of Adam. Leaves the adapters in
     ``folder``, in peft's format."""
     lora = LORA | case.lora
+    arch, _ = read_architecture(path)
     hf, adapters = adapted(case.model, lora)
     start = by_hf_name(adapters)
-    peft_format.write(start, zoo.model_config(folder, lora=lora).lora, "base", folder)
-    found = policy_worker.differentiated(hf)
+    section = zoo.model_config(folder, lora=lora).lora
+    peft_format.write(start, with_adapters(arch, section), section, "base", folder)
+    found = differentiated(case.model)(hf)
     grads = by_hf_name(adapters, lambda parameter: parameter.grad)
+    base = differentiated(case.model)(zoo.tiny_model(case.model))
     settings = dict(lr=OPTIM.learning_rate, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps)
     trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
     torch.optim.AdamW(trained, weight_decay=OPTIM.weight_decay, **settings).step()
@@ -104,7 +115,7 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
         for name, adapter in adapters.items()
     }
     return found | dict(
-        base_logprobs=scores(zoo.tiny_model(case.model), found["batch"])[0].detach(),
+        base_logprobs=base["logprobs"],
         start=start,
         gradients=grads,
         moved={name: after[name] - start[name] for name in start},
@@ -115,7 +126,7 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
 def compare(case: Case, path: Path, folder: Path, wanted: dict[str, Any]) -> dict[str, float]:
     """Distances between the policy and ``wanted``, which is what ``reference`` returned."""
     lora = LORA | case.lora | {"path": str(folder)}
-    policy = zoo.tiny_policy(path, case.layout, lora=lora)
+    policy = zoo.tiny_policy(path, case.layout, lora=lora, **wanted.get("settings", {}))
     batch = wanted["batch"]
     figures: dict[str, float] = {"logits": logits_error(policy, wanted)}
     base = [item.tensor.detach().clone() for item in policy.view.frozen]

@@ -201,6 +201,13 @@ def published_name(name: str) -> str:
 def seeing_reference(model: str, layers: int | None) -> dict[str, Any]:
     """Logits, scores, loss and gradients by transformers and torch."""
     hf = tiny_model(model, layers=layers)
+    found = seeing_differentiated(hf)
+    gradients = {published_name(key): each.grad for key, each in hf.named_parameters()}
+    return found | dict(gradients=gradients)
+
+
+def seeing_differentiated(hf: Any) -> dict[str, Any]:
+    """Logits, scores and loss of a model, whose parameters get their gradients."""
     batch = seeing_batch()
     assert batch.images is not None
     rows = zip(sequences(batch), batch.prompt_lengths.tolist(), batch.images, strict=True)
@@ -223,6 +230,5 @@ def seeing_reference(model: str, layers: int | None) -> dict[str, Any]:
         entropy=torch.cat(entropies).detach(),
         loss=loss,
         value=value.item(),
-        gradients={published_name(key): each.grad for key, each in hf.named_parameters()},
         settings=dict(image_processor=PROCESSOR),
     )

@@ -13,26 +13,38 @@ from megatron_rl.checkpoints import peft_format
 from megatron_rl.models import read_architecture
 from megatron_rl.models.adapters import with_adapters
 from tests import zoo
-from tests.numerics.adapters_worker import LORA, Case, compare, other_base, reference
-from tests.numerics.policy_reference import sequences
+from tests.numerics.adapters_worker import (
+    LORA,
+    Case,
+    compare,
+    differentiated,
+    other_base,
+    reference,
+)
 from tests.numerics.small_policy import OVERLAPPED
 from tests.ranks import call
 
+ATTENTION = dict(targets=["attention"])
 CORE = (
     Case("biases_tied_rslora", model="qwen2_tied", lora=dict(rslora=True)),
     Case("tp2_sp", 2, {"tensor": 2, "sequence": True}),
     Case("dp2_overlap", 2, OVERLAPPED),
+    Case("images_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen2_5_vl"),
+    Case("experts_ep2", 2, {"expert": 2}, model="qwen3_moe", lora=ATTENTION),
 )
 FULL = (
     Case("one"),
     Case("tp2", 2, {"tensor": 2}),
-    Case("tp2_attention", 2, {"tensor": 2}, lora=dict(targets=["attention"])),
+    Case("tp2_attention", 2, {"tensor": 2}, lora=ATTENTION),
     Case("pp2", 2, {"pipeline": 2}),
     Case("pp2_tied", 2, {"pipeline": 2}, model="qwen2_tied"),
     Case("vpp", 2, {"pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": True}),
     Case("cp2", 2, {"context": 2}),
     Case("run_again", 1, {"recompute": "full"}),
     Case("selective", 2, {"recompute": "selective", "tensor": 2, "sequence": True}),
+    Case("images_pp2", 2, {"pipeline": 2}, model="qwen2_5_vl"),
+    Case("images_run_again", 2, {"recompute": "full"}, model="qwen2_5_vl_tied"),
+    Case("experts_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen3_moe", lora=ATTENTION),
     Case("qk_norm", 2, {"tensor": 2, "sequence": True}, model="qwen3"),
 )
 BOUND = 2e-6  # relative, but of logits and logprobs, whose bound is in nats
@@ -40,14 +52,15 @@ NATS = 1e-5
 
 
 @pytest.fixture(scope="module")
-def answers(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a case's adapters in peft's format, and what transformers says about it."""
+def answers(hf_models: Path, seeing_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The model of a case, its adapters in peft's format, and what transformers says about it."""
     root = tmp_path_factory.mktemp("adapters")
 
     @cache
-    def answer(name: str) -> tuple[Path, dict[str, Any]]:
+    def answer(name: str) -> tuple[Path, Path, dict[str, Any]]:
         case = next(case for case in (*CORE, *FULL) if case.name == name)
-        return root / name, reference(case, root / name)
+        path = (seeing_models if case.model in zoo.SEEING else hf_models) / case.model
+        return path, root / name, reference(case, path, root / name)
 
     return answer
 
@@ -59,10 +72,10 @@ def answers(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         *(pytest.param(case, id=case.name, marks=pytest.mark.full) for case in FULL),
     ],
 )
-def test_adapters_equal_transformers(case: Case, hf_models: Path, answers: Any) -> None:
+def test_adapters_equal_transformers(case: Case, answers: Any) -> None:
     """Logits, loss, gradients of A and B, a step of Adam, merged weights; adapters off; the base
     keeps its bits."""
-    ranks = call(case.processes, compare, case, hf_models / case.model, *answers(case.name))
+    ranks = call(case.processes, compare, case, *answers(case.name))
     for figures in ranks:
         for key, value in figures.items():
             in_nats = key.startswith(("logits", "logprobs", "off"))
@@ -75,15 +88,21 @@ def test_checkpoint_of_another_base_is_refused(hf_models: Path, tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_peft_reads_what_is_written(hf_models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_peft_reads_what_is_written(
+    name: str, hf_models: Path, seeing_models: Path, tmp_path: Path
+) -> None:
     """Where peft is installed: its model with the folder has the logits of the definition, and the
     folder that it saves in turn is taken."""
     peft = pytest.importorskip("peft")
-    wanted = reference(Case("peft"), tmp_path / "adapter")
-    model = peft.PeftModel.from_pretrained(zoo.tiny_model("llama"), tmp_path / "adapter")
-    for tokens, logits in zip(sequences(wanted["batch"]), wanted["logits"], strict=True):
-        assert (model(tokens[None]).logits[0] - logits).abs().max() <= NATS
+    path = (seeing_models if name in zoo.SEEING else hf_models) / name
+    wanted = reference(Case("peft", model=name), path, tmp_path / "adapter")
+    folder = tmp_path / "adapter"
+    model = peft.PeftModel.from_pretrained(zoo.tiny_model(name), folder, is_trainable=True)
+    found = differentiated(name)(model.base_model.model)
+    for got, logits in zip(found["logits"], wanted["logits"], strict=True):
+        assert (got - logits).abs().max() <= NATS
     model.save_pretrained(tmp_path / "again")
-    config = zoo.model_config(hf_models / "llama", lora=LORA)
-    arch = with_adapters(read_architecture(hf_models / "llama")[0], config.lora)
+    config = zoo.model_config(path, lora=LORA)
+    arch = with_adapters(read_architecture(path)[0], config.lora)
     peft_format.check(tmp_path / "again", arch, config.lora)

@@ -109,7 +109,7 @@ def test_scales() -> None:
     ("change", "layout", "lora", "number_format", "says"),
     [
         ({"num_experts": 4}, {}, {"rank": 4}, "bf16", "experts"),
-        ({"vision": object()}, {}, {"rank": 4}, "bf16", "vision tower"),
+        ({"num_dense_layers": 1}, {}, {"rank": 4}, "bf16", "first layers are dense"),
         ({}, {}, {"rank": 4}, "fp8_tensorwise", "FP8"),
         ({}, {"tensor": 4}, {"rank": 4}, "bf16", "parallel.tensor = 4 to a divisor of 2"),
         ({}, {}, {"path": "x"}, "bf16", "model.lora.path = x"),
@@ -123,9 +123,10 @@ def test_what_does_not_go_with_adapters_is_refused(
         replace(small, **change), MODEL(lora=lora), parallel(**layout), precision
     )
     assert len(problems) == 1 and says in problems[0]
-    mlp = MODEL(lora={"rank": 4, "targets": ["mlp"]})
+    mlp, attention = (MODEL(lora={"rank": 4, "targets": [each]}) for each in ("mlp", "attention"))
     plain = PrecisionConfig(**compose("precision/bf16"))
     assert not adapter_problems(small, mlp, parallel(tensor=4), plain)
+    assert not adapter_problems(replace(small, num_experts=4), attention, parallel(), plain)
 
 
 def changed_config(**changes: Any) -> Callable[[Path], None]:
@@ -164,7 +165,7 @@ def test_a_folder_of_other_adapters_is_refused(
     arch = with_adapters(small, lora)
     tensors = {name: torch.ones(shape) for name, shape in peft_format.adapter_shapes(arch).items()}
     folder = tmp_path / "adapter"
-    peft_format.write(tensors, lora, "base", folder)
+    peft_format.write(tensors, arch, lora, "base", folder)
     peft_format.check(folder, arch, lora)
     config = json.loads((folder / peft_format.CONFIG).read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 32)
