@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rl.checkpoints.hf import open_tensors
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.model_config import read_json
+from megatron_rl.config.schema import ModelConfig
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import adapter_parameters, tensor_slices
 from megatron_rl.types import Shard
@@ -111,9 +112,9 @@ def read_shard(path: Path, shard: Shard, arch: Architecture) -> Tensor:
 
 
 def write(
-    tensors: Mapping[str, Tensor], arch: Architecture, lora: LoraConfig, base: str, path: Path
+    tensors: Mapping[str, Tensor], arch: Architecture, model: ModelConfig, path: Path
 ) -> None:
-    """Writes adapters, by HF name, into the new folder ``path``; ``base``: model of their base."""
+    """Writes adapters of a ``model``, by HF name, into the new folder ``path``."""
     path.mkdir()
     modules = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors})
     # A tower may have modules of the same names: an expression names those of the language model.
@@ -121,11 +122,11 @@ def write(
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "base_model_name_or_path": model.path,
+        "r": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
         "lora_dropout": 0.0,
-        "use_rslora": lora.rslora,
+        "use_rslora": model.lora.rslora,
         "target_modules": modules if arch.vision is None else language,
         "bias": "none",
         "fan_in_fan_out": False,

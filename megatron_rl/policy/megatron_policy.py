@@ -390,9 +390,7 @@ class MegatronPolicy:
         if self.view.adapters:
             self.wait_for_param_gather()
             tensors = dict(self.view.gathered_adapters())
-            adapters = partial(
-                peft_format.write, tensors, self.arch, self.model.lora, self.model.path
-            )
+            adapters = partial(peft_format.write, tensors, self.arch, self.model)
         weights = self.gathered_weights()
         params = self.precision.params
         export.export_hf(weights, path, self.path, self.arch, params, adapters=adapters)

@@ -101,8 +101,8 @@ def reference(case: Case, path: Path, folder: Path) -> dict[str, Any]:
     arch, _ = read_architecture(path)
     hf, adapters = adapted(case.model, lora)
     start = by_hf_name(adapters)
-    section = zoo.model_config(folder, lora=lora).lora
-    peft_format.write(start, with_adapters(arch, section), section, "base", folder)
+    model = zoo.model_config(path, lora=lora)
+    peft_format.write(start, with_adapters(arch, model.lora), model, folder)
     found = differentiated(case.model)(hf)
     grads = by_hf_name(adapters, lambda parameter: parameter.grad)
     base = differentiated(case.model)(zoo.tiny_model(case.model))

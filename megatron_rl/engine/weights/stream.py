@@ -39,9 +39,10 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
     config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
-    layers = config.get("num_hidden_layers", 0)
-    more = config.get("num_nextn_predict_layers") or 0
-    unread = tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
+    unread: tuple[str, ...] = ()
+    if more := config.get("num_nextn_predict_layers"):
+        layers = config["num_hidden_layers"]
+        unread = tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
     return {
         name: shape
         for name, shape in shapes.items()

@@ -165,7 +165,7 @@ def test_a_folder_of_other_adapters_is_refused(
     arch = with_adapters(small, lora)
     tensors = {name: torch.ones(shape) for name, shape in peft_format.adapter_shapes(arch).items()}
     folder = tmp_path / "adapter"
-    peft_format.write(tensors, arch, lora, "base", folder)
+    peft_format.write(tensors, arch, MODEL(lora={"rank": 4}), folder)
     peft_format.check(folder, arch, lora)
     config = json.loads((folder / peft_format.CONFIG).read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 32)
