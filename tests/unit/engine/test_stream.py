@@ -67,7 +67,11 @@ def test_expected_tensors(tmp_path, tied):
         {"model.norm.weight": B, "model.layers.0.self_attn.rotary_emb.inv_freq": B.clone()},
         tmp_path / "model-00002-of-00002.safetensors",
     )
-    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    save_file(  # predicts the token after the next
+        {"model.layers.2.mlp.gate.weight": A}, tmp_path / "model-00003-of-00003.safetensors"
+    )
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     want = {
         "model.embed_tokens.weight": (2, 3),
         "model.norm.weight": (4,),
