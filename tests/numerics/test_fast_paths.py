@@ -229,12 +229,11 @@ def grouped_experts() -> Iterator[None]:
     plain = model_room.layer_spec
 
     def with_groups(*arguments: Any, **words: Any) -> Any:
-        spec = plain(*arguments, **words)
+        layer, norm = plain(*arguments, **words)
         linear = GroupedMLPSubmodules(linear_fc1=NumberedLinear, linear_fc2=NumberedLinear)
-        for layer in spec.layer_specs:
-            experts = layer.submodules.mlp.keywords["submodules"]
-            experts.experts = partial(TEGroupedMLP, submodules=linear)
-        return spec
+        experts = layer.submodules.mlp.keywords["submodules"]
+        experts.experts = partial(TEGroupedMLP, submodules=linear)
+        return layer, norm
 
     with (
         mock.patch.object(model_room, "layer_spec", with_groups),

@@ -222,9 +222,9 @@ def test_chunks_go_to_the_device(cuda: pytest.MonkeyPatch) -> None:
     from tests.unit.small_models import DENSE
 
     moved: list[int] = []
-    chunk = SimpleNamespace(cuda=lambda index: moved.append(index) or chunk)
+    chunk = SimpleNamespace(cuda=lambda index: moved.append(index) or chunk, modules=lambda: ())
     cuda.setattr(model, "HiddenStates", lambda **_: chunk)
-    cuda.setattr(model, "layer_spec", lambda *_, **__: None)
+    cuda.setattr(model, "block_spec", lambda *_, **__: None)
     for end in ("first", "last"):
         cuda.setattr(model.parallel_state, f"is_pipeline_{end}_stage", lambda **_: True)
     sizes = dict(virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1)
