@@ -11,8 +11,8 @@ from typing import Any
 # (precision.describe says it once), and torch announces new names of collectives.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-# And of every model that its class is deprecated (see ``model.HiddenStates``), and that nobody has
-# laid out the parameters of a distributed optimizer before.
+# And of every model that its class is deprecated (see ``model.HiddenStates``), and that the
+# parameters of a distributed optimizer get a layout only now.
 for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
     logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
