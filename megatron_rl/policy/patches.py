@@ -53,7 +53,7 @@ def _rotary(
     mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     cp_group: Any = None,
-    multi_latent_attention: bool | None = None,  # its old name, which nobody passes
+    multi_latent_attention: bool | None = None,  # its old name; no caller passes it
 ) -> torch.Tensor:
     rest = (rotary_interleaved, mla_rotary_interleaved, mscale)
     # Angles of every token are in its place already, unless its rank has a part of the tokens.

@@ -227,7 +227,9 @@ def param_gather() -> None:
     try:
         build("llama", "precision=fp8_tensorwise", "precision.fp8.param_gather=true").close()
     except RuntimeError as error:
-        assert "no NVIDIA driver" in str(error), error
+        # Of torch, or of the kernel that Transformer Engine 2.20 calls first.
+        messages = ("no NVIDIA driver", "CUDA driver version is insufficient")
+        assert any(message in str(error) for message in messages), error
 
 
 def fusions() -> None:
