@@ -53,8 +53,9 @@ EXTRAS = {
         "megatron-core==0.19.2",
         "reasoning-gym==0.1.25",
     ],
-    # NVIDIA GPUs whose driver knows CUDA 13; not yet run by this project. The package index has
-    # torch 2.13.0 as its CUDA 13.0 build, and vLLM 0.32.0 is made for that. The torch part of
+    # NVIDIA GPUs whose driver knows CUDA 13. The policy has run on one, the rest has not
+    # (tools/bench/records/gpu_first_run_202611.md). The package index has torch 2.13.0 as its CUDA
+    # 13.0 build, and vLLM 0.32.0 is made for that. The torch part of
     # Transformer Engine is source, built on installation against the torch found there, with the
     # headers of CUDA 13, cuDNN and NCCL: on Python 3.12, which megatron-core asks for, install
     # torch==2.13.0 and wheel first, then this with pip's --no-build-isolation (Dockerfile.ngc does

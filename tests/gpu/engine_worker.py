@@ -2,7 +2,7 @@
 sleeps.
 
 Arguments: a folder; the quantisation of the engine (null, fp8); its sleep level (one engine a
-process: they share an allocator). Written without a GPU at hand.
+process: they share an allocator). It has not run on a GPU yet.
 """
 
 from __future__ import annotations

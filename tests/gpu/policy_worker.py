@@ -1,7 +1,7 @@
 """torchrun program (1 process, 1 GPU): every number format that the machine has, against bfloat16;
 the memory that offloading frees.
 
-Argument: a folder. Written without a GPU at hand.
+Argument: a folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine on one GPU: it sleeps and wakes in parts. Written without a GPU at hand."""
+"""The engine on one GPU: it sleeps and wakes in parts. It has not run on a GPU yet."""
 
 from __future__ import annotations
 

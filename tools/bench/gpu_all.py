@@ -6,12 +6,11 @@
 
 The order is from what is small and decides much to what is large: single calls, tests of the policy
 and of the engine, waits of the host, then figures. Each part is a process of its own with a time
-limit. One that fails or does not end is a row of the table, and the parts behind it are not run:
-their figures would mean little, and their time is better spent on mending; they are rows, too.
-``--only`` runs parts that are named, for instance those that were left out. The record
-(``DIR/record.md`` unless ``--record`` names a file) starts with hardware, versions and commit.
-``--dry-run`` runs all parts with tiny models on any machine, which shows that they are sound and
-measures nothing.
+limit. One that fails or does not end is a row of the table. Behind a failed probe nothing is run:
+what the code takes for granted does not hold there. ``--only`` runs parts that are named. The
+record (``DIR/record.md`` unless ``--record`` names a file) starts with hardware, versions and
+commit. ``--dry-run`` runs all parts with tiny models on any machine, which shows that they are
+sound and measures nothing.
 
 Exit code: 0 when all ran, 1 when one did not, 2 without a CUDA device (and without ``--dry-run``).
 """
@@ -61,8 +60,9 @@ OTHER_RUNNER = (
     " MEGATRON_RL_TEST_ENGINE=rollout.enforce_eager=true"
 )
 FEW = "--sequences 2 --length 32"
+PROBE = "probe"
 PARTS = (
-    Part("probe", "gpu_probe.py", "", "", limit_s=240.0),
+    Part(PROBE, "gpu_probe.py", "", "", limit_s=240.0),
     Part("test_policy", "gpu_tests.py", "tests/gpu/test_policy.py", ""),
     Part("test_engine", "gpu_tests.py", f"tests/gpu/test_engine.py {OTHER_RUNNER}", ""),
     Part("waits", "gpu_waits.py", "", f"{TINY} {FEW}"),
@@ -96,14 +96,13 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """``rows`` of the part's tables; ``failure`` is None when it ended well. ``skipped_for``: the
-    part whose failure kept it from running."""
+    """``rows`` of the part's tables; ``failure`` is None when it ended well or, without rows, was
+    not run."""
 
     name: str
     rows: list[dict[str, object]]
     failure: str | None
     seconds: float
-    skipped_for: str | None = None
 
 
 def run(name: str, command: Sequence[object], results: Path, limit_s: float) -> Outcome:
@@ -169,10 +168,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
                 f"| {one.name} | {what} | {figures} |"
                 f" {f'{one.seconds:.0f}' if number == 0 else ''} |"
             )
-        if one.skipped_for is not None:
-            lines.append(f"| {one.name} | NOT RUN | {one.skipped_for} failed | |")
-        elif one.failure is not None:
+        if one.failure is not None:
             lines.append(f"| {one.name} | FAILED | {one.failure} | {one.seconds:.0f} |")
+        elif not one.rows:
+            lines.append(f"| {one.name} | NOT RUN | the probe failed | |")
     return "\n".join(lines)
 
 
@@ -222,16 +221,15 @@ def chosen(only: str | None, dry_run: bool) -> list[Part]:
 
 
 def in_order(parts: Sequence[Part], start: Callable[[Part], Outcome]) -> Iterator[Outcome]:
-    """What came of each part; behind one that failed nothing is started."""
-    failed = None
+    """What came of each part; behind a failed probe nothing is started."""
+    probe_failed = False
     for part in parts:
-        if failed is not None:
-            yield Outcome(part.name, [], "not run", 0.0, skipped_for=failed)
+        if probe_failed:
+            yield Outcome(part.name, [], None, 0.0)
             continue
         outcome = start(part)
         yield outcome
-        if outcome.failure is not None:
-            failed = part.name
+        probe_failed = part.name == PROBE and outcome.failure is not None
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ the products of the forward) and of a bfloat16 product of 8192 x 8192 matrices m
 process on the same card, and the share of the first in the second; how many times as fast as in
 bf16 the update is; peak memory; mean and largest difference of the logprobs from those of bf16.
 Formats that the machine refuses are listed with the reason. With ``--profile`` a second table: the
-ten kernels of one update that take the device longest. This program has not run on a GPU yet.
+ten kernels of one update that take the device longest. It has not run on a GPU yet.
 """
 
 from __future__ import annotations

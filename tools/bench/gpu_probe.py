@@ -4,7 +4,7 @@ for every one, in under 4 minutes.
     python tools/bench/gpu_probe.py --folder DIR [--only NAME,NAME] [--json FILE]
 
 Run it first on a new machine or with new versions. What needs CUDA says SKIP, with the reason,
-where there is none. Exit code 1 when one failed. This program has not run on a GPU yet.
+where there is none. Exit code 1 when one failed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A step hands over, generates a little and takes the memory back; there is no upd
 optimizer holds no moments. The first table: median seconds of the sync, GB/s of the weights, and
 the share of the rate at which this machine copies device memory. The second: memory of every phase
 in the first ten and the last ten steps, least value of each. ``--override
-weight_sync.method=reshard`` measures the other path. This program has not run on a GPU yet.
+weight_sync.method=reshard`` measures the other path. It has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ among the tokens: chance, so that there are gradients. The command is the one of
 parameters, optimizer and gradients leave the device while the engine generates. First table:
 medians over the steps after the first two. Second: the ledger, third step and last. Third, with
 CUDA: what was reserved after the engine fell asleep beside the tensors, which the memory plan takes
-as a constant. This program has not run on a GPU yet.
+as a constant. It has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Stops at the first test that fails. ``--again-with`` then runs that file once more with these
 variables set, which tells where to look (``VLLM_USE_V2_MODEL_RUNNER=0``: the other model runner of
-vLLM); the exit code stays 1. This program has not run on a GPU yet.
+vLLM); the exit code stays 1.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ times it did.
     [--override key=value]
 
 A wait drains the queue of kernels, and the device idles until the host has filled it again. Needs
-CUDA; without it the passes run and nothing is counted. This program has not run on a GPU yet.
+CUDA; without it the passes run and nothing is counted. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
