@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.config.model_config import read_json, refuse_pointer
+from megatron_rl.config.model_config import read_json, refuse_pointer, unread_layers
 from megatron_rl.errors import concerning
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.parameter_map import HEAD, hf_names, tensor_slices
@@ -156,8 +156,7 @@ class HfDirectory:
         that nothing here reads.
         """
         wanted = set(hf_names(arch))
-        behind = range(arch.num_layers, arch.num_layers + arch.num_unread_layers)
-        unread = tuple(f"model.layers.{layer}." for layer in behind)
+        unread = unread_layers(arch.num_layers, arch.num_unread_layers)
         present = {
             name
             for name in self.files
