@@ -54,8 +54,7 @@ def with_model(config: Config, world: World) -> Config:
         return _fetched(path, named["repo"], pinned, _DESCRIPTION)
 
     folder = world.from_main(first)
-    model = config.model.model_copy(update={"path": folder})
-    config = config.model_copy(update={"model": model})
+    config = config.with_values(model={"path": folder})
     _on_each_machine(config, world, _DESCRIPTION)
     logger.info("model.path = %s: commit %s", path, Path(folder).name)
     return config
