@@ -108,8 +108,7 @@ def unread_layers(num_layers: int, more: int) -> tuple[str, ...]:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raises ValueError when ``file`` is the pointer that Git leaves for a large file that it has
-    not fetched."""
+    """Raises ValueError for the pointer that Git leaves for a large file that is not fetched."""
     with file.open("rb") as opened:
         start = opened.read(200)
         if start.startswith(_POINTER_START) and _POINTER_SECOND_LINE in start:

@@ -73,8 +73,7 @@ def sampling_seed(seed: int, step: int) -> int:
 def rollout_sampling(
     config: Config, stop_ids: tuple[int, ...], num_likely: int = 0, expert_width: int = 0
 ) -> Sampling:
-    """How a training step samples. ``num_likely``: as its signals want; ``expert_width``: of the
-    model's tokens."""
+    """How a training step samples. ``num_likely``: for signals; ``expert_width``: of the model."""
     rollout = config.rollout
     return Sampling(
         num_responses=config.batch.responses_per_prompt,
@@ -92,8 +91,7 @@ def rollout_sampling(
 
 
 def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    """The same seed at every evaluation: two evaluations of the same weights give the same
-    answers."""
+    """One seed at every evaluation, so that the same weights give the same answers."""
     evaluation = config.evaluation
     return Sampling(
         num_responses=evaluation.responses_per_prompt,

@@ -24,8 +24,7 @@ POLL_S = 0.002
 
 
 class JointGroupError(RuntimeError):
-    """A step that needs every process of a joint group cannot begin. The message says what is
-    wrong, and where."""
+    """A step of a whole joint group cannot begin; the message says what is wrong, and where."""
 
 
 class Barrier:
@@ -71,8 +70,7 @@ class Barrier:
         return {rank: problem for rank, problem in problems.items() if problem}
 
     def _forget(self) -> None:
-        """Of many steps the store keeps the messages of the last two: a process may still be
-        leaving the one before."""
+        """The store keeps the messages of two steps: a process may still be leaving the first."""
         while len(self._keys) > 2:
             for key in self._keys.popleft():
                 self.store.delete_key(key)

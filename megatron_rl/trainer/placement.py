@@ -125,8 +125,7 @@ class Placement:
         *,
         everywhere: bool = False,
     ) -> Placed:
-        """``held`` and ``experts``: the rows of the plan on their owners, or (``everywhere``) on
-        all that work on them."""
+        """``held``, ``experts``: rows of the plan on their owners, or on all (``everywhere``)."""
         microbatches = plan[self.sharding.data_rank]
         own = np.array(sorted(chain.from_iterable(microbatches)), dtype=np.int64)
         lengths = experience.responses.lengths[own]

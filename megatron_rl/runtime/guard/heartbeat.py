@@ -265,8 +265,7 @@ class Heartbeat:
 
 
 def _told(tell: Callable[[dist.TCPStore], int]) -> bool:
-    """Whether the store took it in time. It may be gone: then the others have ended already, or
-    see that themselves."""
+    """Whether the store took it in time; if it is gone, the others have ended or see that."""
 
     def attempt() -> bool:
         try:
@@ -292,8 +291,7 @@ def answer_signal() -> None:
 
 
 def ask(pid: int) -> None:
-    """Makes another process, which has called ``answer_signal``, write its stacks; nothing where it
-    has ended."""
+    """Makes a process that has called ``answer_signal`` write its stacks, if it lives."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, _STACKS_SIGNAL)
 
