@@ -189,7 +189,8 @@ def _aligned(size: int) -> int:
 
 
 class _Flight(NamedTuple):
-    """A round under way: its place among the rank's, messages, buffers that they arrive in."""
+    """A round under way: its place among the rank's rounds, its messages, and the buffers that they
+    arrive in."""
 
     index: int
     step: Round
