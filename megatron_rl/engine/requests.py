@@ -55,7 +55,8 @@ def served_request(
     multimodal: MultimodalConfig | None,
     what: str,
 ) -> dict[str, Any]:
-    """The same to a server, which is to say what it made of images. Raises as ``as_asked``."""
+    """The same to a server; with images it is to say what it made of their tokens. Raises as
+    ``as_asked`` does."""
     asked: dict[str, Any] = {"token_ids": as_asked(token_ids, images, multimodal, what)}
     if images:
         asked["content_parts"] = [

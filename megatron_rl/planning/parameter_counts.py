@@ -47,7 +47,8 @@ def is_trained(parameter: Parameter, arch: Architecture, freeze_vision: bool) ->
 
 
 def is_cut_by_engine(parameter: Parameter) -> bool:
-    """Whether vLLM cuts this parameter of the tower: the matrices of its blocks and its end."""
+    """Whether vLLM cuts this parameter of the tower over tensor ranks: the matrices of its blocks
+    and of its end."""
     name = parameter.slot.megatron
     is_matrix = name.endswith(".weight") and "norm" not in name and "ln_q" not in name
     return is_matrix and not name.startswith(VISION + "patch_embed")

@@ -73,7 +73,8 @@ def sampling_seed(seed: int, step: int) -> int:
 def rollout_sampling(
     config: Config, stop_ids: tuple[int, ...], num_likely: int = 0, expert_width: int = 0
 ) -> Sampling:
-    """How a training step samples. ``num_likely``: for signals; ``expert_width``: of the model."""
+    """How a training step samples. ``num_likely``: as its signals want; ``expert_width``: of the
+    model's tokens."""
     rollout = config.rollout
     return Sampling(
         num_responses=config.batch.responses_per_prompt,

@@ -70,7 +70,8 @@ class Barrier:
         return {rank: problem for rank, problem in problems.items() if problem}
 
     def _forget(self) -> None:
-        """The store keeps the messages of two steps: a process may still be leaving the first."""
+        """Of many steps the store keeps the messages of the last two: a process may still be
+        leaving the one before."""
         while len(self._keys) > 2:
             for key in self._keys.popleft():
                 self.store.delete_key(key)

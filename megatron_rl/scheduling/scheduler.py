@@ -71,7 +71,8 @@ class Scheduler:
         return self.queue.is_drained(worker) and not may_want_more
 
     def is_past(self, version: int) -> bool:
-        """In lockstep: nothing is, or will be, sampled with weights older than ``version``."""
+        """In lockstep: whether nothing is, or will be, sampled with weights older than
+        ``version``."""
         may_want_more = self.rules.is_filtered and self.end.oldest_needed < version
         return not self.queue.has_older(version) and not may_want_more
 

@@ -125,7 +125,8 @@ class Placement:
         *,
         everywhere: bool = False,
     ) -> Placed:
-        """``held``, ``experts``: rows of the plan on their owners, or on all (``everywhere``)."""
+        """``held`` and ``experts``: the rows of the plan on their owners, or (``everywhere``) on
+        all that work on them."""
         microbatches = plan[self.sharding.data_rank]
         own = np.array(sorted(chain.from_iterable(microbatches)), dtype=np.int64)
         lengths = experience.responses.lengths[own]

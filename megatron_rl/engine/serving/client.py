@@ -197,7 +197,8 @@ class ServerClient:
         return {**asked, "sampling_params": values}
 
     async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
-        """Logprob at temperature 1 of every token but the first. Raises as ``generate`` does."""
+        """Logprob at temperature 1 of every token but the first, which follows nothing. Raises as
+        ``generate`` does."""
         asked = served_request(token_ids, images, self._multimodal, "score")
         body = {**asked, "sampling_params": SCORING}
         answer: _ScoredPrompt = await self._post(body, _ScoredPrompt, "score")

@@ -162,7 +162,8 @@ def _draw(axes: Axes, drawing: Drawing) -> None:
 
 
 def _fitted(title: str) -> str:
-    """A title that does not reach into the next axes: a data source may have a long name."""
+    """A title that does not reach into the next axes: a data source, after the colon, may have a
+    long name."""
     lines = [title]
     if len(title) > _MAX_TITLE:
         lines = title.replace(": ", ":\n", 1).split("\n")

@@ -265,7 +265,8 @@ class Heartbeat:
 
 
 def _told(tell: Callable[[dist.TCPStore], int]) -> bool:
-    """Whether the store took it in time; if it is gone, the others have ended or see that."""
+    """Whether the store took it in time. It may be gone: then the others have ended already, or
+    see that themselves."""
 
     def attempt() -> bool:
         try:
