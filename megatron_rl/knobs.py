@@ -11,7 +11,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -34,6 +34,12 @@ class Piece(BaseModel):
 
     # Numbers are finite: JSON has no others, and a rate of inf is written into every weight.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def with_values(self, **sections: Mapping[str, Any]) -> Self:
+        """With other values in sections. Example: ``config.with_values(data={"train": ()})``."""
+        named = sections.items()
+        parts = {name: getattr(self, name).model_copy(update=keys) for name, keys in named}
+        return self.model_copy(update=parts)
 
 
 class Named(Piece):

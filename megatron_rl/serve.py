@@ -149,8 +149,7 @@ def _refuse_ended(process: subprocess.Popen[bytes], what: str) -> None:
 
 
 def multimodal(config: Config) -> MultimodalConfig | None:
-    """The server's settings for the images of the prompts, which are read for it; None for a model
-    of text."""
+    """Settings for the images of the prompts, which are read for it; None for a model of text."""
     from megatron_rl.data.multimodal.vision import vision_of
     from megatron_rl.data.reading import read_data
     from megatron_rl.data.tokenizer import load_tokenizer

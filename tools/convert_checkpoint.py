@@ -25,6 +25,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -59,7 +60,7 @@ def to_nemo(source: Path, target: Path) -> str:
     number format: the embedding's."""
     arch, hf = read_architecture(source)
     files = _checked(source, arch)
-    dtype = files.common_dtype(hf_names(arch)[:1])
+    dtype = files.formats[hf_names(arch)[0]]
     model = nemo_context.model_call(arch, hf, dtype, nemo_context.has_tokenizer(source))
     partial = directory.begin(target)
     nemo_context.write_context(source, partial / megatron_format.NEMO_CONTEXT, model)
@@ -78,6 +79,17 @@ def _checked(source: Path, arch: Architecture) -> HfDirectory:
     return files
 
 
+def _common_dtype(files: HfDirectory, names: Sequence[str]) -> torch.dtype:
+    """Number format of tensors that become one parameter. Raises ValueError where they differ."""
+    dtypes = {name: files.formats[name] for name in names}
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(
+            f"{files.path}: tensors that make up one parameter differ in number format: {dtypes};"
+            " convert them to one"
+        )
+    return dtypes[names[0]]
+
+
 def _write(arch: Architecture, files: HfDirectory, weights: Path, prefix: str) -> str:
     digests: dict[str, str] = {}
 
@@ -89,7 +101,7 @@ def _write(arch: Architecture, files: HfDirectory, weights: Path, prefix: str) -
     megatron_format.write(
         weights,
         arch,
-        lambda item: files.common_dtype(item.parameter.names),
+        lambda item: _common_dtype(files, item.parameter.names),
         produce,
         prefix,
     )

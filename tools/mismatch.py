@@ -156,8 +156,7 @@ def score(bundle: Bundle, scoring: Scoring, most: int, world: World) -> np.ndarr
     """Collective: the logprob of each response token of the ``sample``."""
     config, batch = bundle.config, sample(bundle, most).batch
     if scoring.weights is not None:
-        model = config.model.model_copy(update={"path": scoring.weights})
-        config = config.model_copy(update={"model": model})
+        config = config.with_values(model={"path": scoring.weights})
     if scoring.engine:
         return engine_logprobs(config, scoring, batch, bundle.world_size, world)
     precision = config.precision.model_copy(update=dict(scoring.precision or {}))

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.config.model_config import read_json, refuse_pointer
+from megatron_rl.config.model_config import read_json, refuse_pointer, unread_layers
 from megatron_rl.errors import concerning
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.parameter_map import HEAD, hf_names, tensor_slices
@@ -129,7 +129,7 @@ class HfDirectory:
         formats = _number_formats(stored)
         self.files: dict[str, Path] = {}
         self._stored_names: dict[str, str] = {}
-        self._formats: dict[str, torch.dtype] = {}
+        self.formats: dict[str, torch.dtype] = {}
         for stored_name, file in stored.items():
             # As in the layout of published files.
             older = (
@@ -145,7 +145,7 @@ class HfDirectory:
                 )
             self.files[name] = file
             self._stored_names[name] = stored_name
-            self._formats[name] = formats[stored_name]
+            self.formats[name] = formats[stored_name]
         self._open: dict[Path, Any] = {}
 
     def check(self, arch: Architecture) -> None:
@@ -156,8 +156,7 @@ class HfDirectory:
         that nothing here reads.
         """
         wanted = set(hf_names(arch))
-        behind = range(arch.num_layers, arch.num_layers + arch.num_unread_layers)
-        unread = tuple(f"model.layers.{layer}." for layer in behind)
+        unread = unread_layers(arch.num_layers, arch.num_unread_layers)
         present = {
             name
             for name in self.files
@@ -202,20 +201,6 @@ class HfDirectory:
                 f" config.json needs {shard.full}; the weights belong to another model"
             )
         return stored[tensor_slices(shard)]
-
-    def common_dtype(self, names: Sequence[str]) -> torch.dtype:
-        """Number format of tensors that become one parameter.
-
-        Raises:
-            ValueError: they differ.
-        """
-        dtypes = {name: self._formats[name] for name in names}
-        if len(set(dtypes.values())) > 1:
-            raise ValueError(
-                f"{self.path}: tensors that make up one parameter differ in number format:"
-                f" {dtypes}; convert them to one"
-            )
-        return dtypes[names[0]]
 
 
 class ShardWriter:

@@ -26,7 +26,7 @@ from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings, saved_bytes
 from megatron_rl.checkpoints.safe_load import COMMON, INDEX, read_index
 from megatron_rl.checkpoints.sealing import Receipt, index, receipt_path
-from megatron_rl.errors import first_line
+from megatron_rl.errors import concerning
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -119,8 +119,7 @@ class LayerTensor:
         return f"{self.key.removesuffix('.weight')}._extra_state/shard_{at}_{of}"
 
     def location(self, key: str, dtype: torch.dtype) -> ArrayLocation:
-        """Its place in the array ``[layers, experts, ...]``: one layer, one expert, and all of what
-        follows."""
+        """Its place in the array ``[layers, experts, ...]``: of one layer and expert, all."""
         box = Box(self.place + (0,) * len(self.shape), (1,) * len(self.place) + self.shape)
         return ArrayLocation(key, self.extent + self.shape, dtype, (box,))
 
@@ -289,13 +288,10 @@ def check_nemo_model(path: Path, arch: Architecture) -> None:
     file = path / NEMO_CONTEXT / "model.yaml"
     if not file.is_file():
         return
-    try:
+    unreadable = (yaml.YAMLError, UnicodeError, TypeError, KeyError)
+    with concerning(f"{file} cannot be read", "copy the checkpoint again", unreadable):
         written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
         there = {theirs: written[theirs] for theirs in NEMO_FIELDS if theirs in written}
-    except (yaml.YAMLError, UnicodeError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{file} cannot be read ({first_line(error)}); copy the checkpoint again"
-        ) from error
     wrong = [
         f"{theirs} is {value!r} there, {getattr(arch, NEMO_FIELDS[theirs])!r} in config.json"
         for theirs, value in there.items()

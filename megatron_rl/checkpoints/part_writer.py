@@ -64,7 +64,6 @@ class Memory:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
     def give(self, block: Tensor) -> None:
-        """Takes a block back."""
         with self._lock:
             self._free.append(block)
 

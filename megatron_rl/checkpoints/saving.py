@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,6 +32,7 @@ class _SaveReport:
     is_user: bool = False
 
 
+@dataclass
 class CheckpointSave:
     """What ``Policy.start_save`` returns on every rank.
 
@@ -40,27 +41,20 @@ class CheckpointSave:
         after: called in rank 0's thread when the checkpoint is whole.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        writer: PartWriter,
-        num_bytes: int,
-        num_ranks: int,
-        info: Mapping[str, Any] | None,
-        after: Callable[[], None] | None,
-    ) -> None:
-        self.path = path
-        self._writer = writer
-        self._num_bytes = num_bytes
-        self._num_ranks = num_ranks
-        self._info = info
-        self._after = after
-        self._sealed = False
-        self._error: Exception | None = None
-        self._cancelled = threading.Event()
+    path: Path
+    writer: PartWriter
+    num_bytes: int
+    num_ranks: int
+    info: Mapping[str, Any] | None
+    after: Callable[[], None] | None
+    _sealed: bool = False
+    _error: Exception | None = None
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
         # daemon: a process that ends by an error does not wait for it, see ``end``.
         self._sealer = threading.Thread(target=self._seal, daemon=True)
-        if info is not None:
+        if self.info is not None:
             self._sealer.start()
 
     def check(self, gather: Gather, *, wait: bool = False) -> bool:
@@ -76,19 +70,18 @@ class CheckpointSave:
         """
         if not wait:
             return self._reports(gather)[0].sealed
-        self._writer.join()
+        self.writer.join()
         # Before the sealer is waited for: where a rank has failed, its receipt will never come.
         self._reports(gather)
-        if self._info is not None:
+        if self.info is not None:
             self._sealer.join()
         return self._reports(gather)[0].sealed
 
     def end(self, within_s: float) -> None:
-        """Waits for the threads of this process, for a run that ends by an error. Not
-        collective."""
+        """Not collective: waits for this process's threads, for a run that ends by an error."""
         ends_at = monotonic() + within_s
-        self._writer.join(within_s)
-        if self._info is not None:
+        self.writer.join(within_s)
+        if self.info is not None:
             self._sealer.join(max(0.0, ends_at - monotonic()))
 
     def _reports(self, gather: Gather) -> list[_SaveReport]:
@@ -106,14 +99,14 @@ class CheckpointSave:
         return reports
 
     def _report(self) -> _SaveReport:
-        error = self._writer.error or self._error
+        error = self.writer.error or self._error
         if error is None:
             return _SaveReport(self._sealed)
         partial = self.path.with_name(self.path.name + PARTIAL)
         # Raised once more, so that ``room_for`` turns what a full disk has caused into an error of
         # the user's.
         try:
-            with disk.room_for(partial, self._num_bytes, f"the checkpoint {self.path.name}"):
+            with disk.room_for(partial, self.num_bytes, f"the checkpoint {self.path.name}"):
                 raise error
         except ValueError as raised:
             return _SaveReport(False, str(raised), is_user=True)
@@ -121,11 +114,11 @@ class CheckpointSave:
             return _SaveReport(False, f"{type(raised).__name__}: {first_line(raised)}")
 
     def _seal(self) -> None:
-        assert self._info is not None
+        assert self.info is not None
         try:
-            if seal(self.path, self._num_ranks, self._info, self._cancelled):
-                if self._after is not None:
-                    self._after()
+            if seal(self.path, self.num_ranks, self.info, self._cancelled):
+                if self.after is not None:
+                    self.after()
                 self._sealed = True
         except Exception as error:  # noqa: BLE001 (raised by ``check``)
             self._error = error

@@ -86,12 +86,3 @@ def data_problems(key: str, value: str | tuple[str, ...]) -> Iterator[str]:
             yield f"{key} = {name}: not a regular file; {KINDS}"
         else:
             yield f"{key} = {name}: no such file; {KINDS}"
-
-
-def weight_problems(names: tuple[str, ...], weights: tuple[float, ...] | None) -> Iterator[str]:
-    """One message where ``data.train_weights`` does not fit the sources."""
-    if weights is not None and len(weights) != len(names):
-        yield (
-            f"data.train_weights = {list(weights)}: {len(weights)} weights for {len(names)} "
-            "entries of data.train; give one weight for each entry, or null"
-        )

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_rl.config.cli.foreign_keys import name_here, not_supported
+from megatron_rl.config.cli.foreign_keys import NAMES_HERE, not_supported
 from megatron_rl.config.cli.overrides import is_group, options_of, parse
 from megatron_rl.errors import ConfigError, RegistrationError, close_names, did_you_mean
 
@@ -288,13 +288,13 @@ def _first_leaf(value: Any) -> list[str]:
 def _nearest_keys(key: str, known: Sequence[str]) -> str:
     """A suggestion in place of ``key``: its name here, else keys with the same last part, or that
     begin with it, else a section or keys that are spelled alike, else one whose last part is."""
-    elsewhere = name_here(key)
+    leaf = key.rpartition(".")[2]
+    elsewhere = NAMES_HERE.get(leaf)
     if elsewhere is not None and elsewhere != key:
         return f"; here it is {elsewhere}"
     by_leaf: dict[str, list[str]] = {}
     for candidate in known:
         by_leaf.setdefault(candidate.rpartition(".")[2], []).append(candidate)
-    leaf = key.rpartition(".")[2]
     sections = {candidate.partition(".")[0] for candidate in known}
     cut_short = [candidate for candidate in known if candidate.startswith(key)]
     close = by_leaf.get(leaf) or cut_short

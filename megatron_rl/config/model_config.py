@@ -101,9 +101,14 @@ def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
     )
 
 
+def unread_layers(num_layers: int, more: int) -> tuple[str, ...]:
+    """How the names of tensors begin in the ``more`` layers behind the last of ``num_layers``:
+    they predict further tokens, and nothing here reads them."""
+    return tuple(f"model.layers.{layer}." for layer in range(num_layers, num_layers + more))
+
+
 def refuse_pointer(file: Path) -> None:
-    """Raises ValueError when ``file`` is the pointer that Git leaves for a large file that it has
-    not fetched."""
+    """Raises ValueError for the pointer that Git leaves for a large file that is not fetched."""
     with file.open("rb") as opened:
         start = opened.read(200)
         if start.startswith(_POINTER_START) and _POINTER_SECOND_LINE in start:

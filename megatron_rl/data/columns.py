@@ -108,12 +108,6 @@ def letter_of(answer: str, choices: Sequence[str], is_index: bool = False) -> st
     return answer if answer and answer in LETTERS[: len(choices)] else None
 
 
-def with_choices(question: str, choices: Sequence[str]) -> str:
-    """The question and, a line each, ``(A) first``."""
-    lines = [f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
-    return "\n".join([question, *lines])
-
-
 def numbered_images(
     text: str, row: Mapping[str, Any], columns: Sequence[str]
 ) -> tuple[str, list[Any]]:

@@ -18,12 +18,12 @@ from megatron_rl.config.schema import DataColumns, DataConfig
 from megatron_rl.data import hf_sets, reasoning_gym_tasks
 from megatron_rl.data.chat import refuse_constant_template, render, warn_of_template
 from megatron_rl.data.columns import (
+    LETTERS,
     categories_of,
     choices_of,
     column_roles,
     letter_of,
     numbered_images,
-    with_choices,
 )
 from megatron_rl.data.labels import files_of, labels
 from megatron_rl.data.multimodal.images import ImageColumn
@@ -324,7 +324,8 @@ def _of_choices(
     draft.extra["choices"] = choices
     prompt = draft.prompt
     if config.show_choices and isinstance(prompt, str):
-        prompt = with_choices(prompt, choices)
+        lines = [f"({name}) {choice}" for name, choice in zip(LETTERS, choices, strict=False)]
+        prompt = "\n".join([prompt, *lines])
     return draft._replace(prompt=prompt, answer=letter)
 
 

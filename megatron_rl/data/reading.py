@@ -137,8 +137,7 @@ def with_steps(config: Config, data: Data) -> Config:
             " trainer.num_steps and trainer.num_epochs=null, more data, or smaller steps"
         )
     num_steps = config.warm_start.steps + epochs * of_epoch
-    trainer = config.trainer.model_copy(update={"num_steps": num_steps})
-    return config.model_copy(update={"trainer": trainer})
+    return config.with_values(trainer={"num_steps": num_steps})
 
 
 def _without(source: PromptSource, held_out: Sequence[Prompt]) -> PromptSource:

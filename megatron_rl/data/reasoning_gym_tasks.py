@@ -29,14 +29,14 @@ def load_tasks(spec: str, problems: Problems) -> list[Draft]:
     """
     entries = [_generate(task, query, problems) for task, query in _parse(spec, problems)]
     problems.raise_if_any()
-    return [_draft(row, entry) for row, entry in enumerate(interleaved(entries), start=1)]
-
-
-def _draft(row: int, entry: Mapping[str, Any]) -> Draft:
-    source = GENERATED + entry["metadata"]["source_dataset"]
-    # Tasks with many right answers, such as a puzzle's moves, name none; their verifier has the
-    # entry.
-    return Draft(row, entry["question"], str(entry["answer"] or ""), source, dict(entry))
+    drafts = []
+    for row, entry in enumerate(interleaved(entries), start=1):
+        source = GENERATED + entry["metadata"]["source_dataset"]
+        # Tasks with many right answers, such as a puzzle's moves, name none; their verifier has the
+        # entry.
+        answer = str(entry["answer"] or "")
+        drafts.append(Draft(row, entry["question"], answer, source, dict(entry)))
+    return drafts
 
 
 def _parse(spec: str, problems: Problems) -> list[tuple[str, dict[str, Any]]]:

@@ -46,27 +46,22 @@ def shared_data(
     """
     if world.size == 1:
         return read_data(config, tokenizer, vision)
-    # An error of the user's is carried to all ranks, of all machines, and raised there: a rank that
-    # continued alone would wait in the next collective.
-    made: tuple[Path, Data, list[Doubt]] | None = None
-    problem: ValueError | None = None
-    if world.local_rank == 0:
+
+    def read() -> tuple[Path, Data, list[Doubt]] | None:
+        if world.local_rank != 0:
+            return None
         try:
             data = read_sources(config, tokenizer, vision)
             path, stored = save(data)
-            made = (path, stored, examined(data, config))
+            return path, stored, examined(data, config)
         except OSError as error:
             logger.warning(
                 "prompts are not shared by the ranks of a machine: %s", first_line(error)
             )
-        except ValueError as error:
-            problem = error
-    outcomes = world.all_gather((made, problem))
-    for _, error_there in outcomes:
-        if error_there is not None:
-            raise error_there
+            return None
+
     # Ranks of a machine follow each other: of the ranks 8 to 15 of the second one the first is 8.
-    own, _ = outcomes[world.rank - world.local_rank]
+    own = world.on_all_ranks(read)[world.rank - world.local_rank]
     if own is not None:
         prompt_file.mapped(own[0])
     world.barrier()

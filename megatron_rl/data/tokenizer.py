@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.config.model_config import read_json
-from megatron_rl.errors import first_line
+from megatron_rl.errors import concerning
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -31,15 +31,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"model.path = {folder}: no tokenizer in it (one of {', '.join(_VOCABULARY_FILES)});"
             " copy the files of the model's tokenizer there"
         )
-    try:
+    # The library behind it raises whatever a damaged file leads to.
+    unreadable = f"model.path = {folder}: its tokenizer files cannot be read"
+    with concerning(unreadable, "copy them again from the model"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the library behind it raises whatever a damaged file leads to
-        raise ValueError(
-            f"model.path = {folder}: its tokenizer files cannot be read ({first_line(error)}); copy"
-            " them again from the model"
-        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"model.path = {folder}: the tokenizer has no eos_token, so no response could end; set"

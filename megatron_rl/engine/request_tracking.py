@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -47,24 +47,19 @@ class _Open(NamedTuple):
         return TokensOf(len(self.asked) + num_new, self.expert_width, self.what)
 
 
+@dataclass
 class RequestTracker:
     """The open requests of one vLLM, each for one response, by request id.
 
     Ranks of a replica make the same calls in the same order: then each of vLLM's schedulers, which
-    know nothing of each other, decides alike, and request ids are equal too.
+    know nothing of each other, decides alike, and request ids are equal too. ``experts``: None
+    where no sampling wants them.
     """
 
-    def __init__(
-        self,
-        eos_token_ids: Sequence[int],
-        multimodal: MultimodalConfig | None,
-        experts: ExpertReader | None = None,
-    ) -> None:
-        """``experts``: None where no sampling wants them."""
-        self._eos_token_ids = eos_token_ids
-        self._multimodal = multimodal
-        self._experts = experts
-        self._open: dict[int, _Open] = {}  # by request id
+    eos_token_ids: Sequence[int]
+    multimodal: MultimodalConfig | None
+    experts: ExpertReader | None = None
+    _open: dict[int, _Open] = field(default_factory=dict)  # by request id
 
     def begin(
         self,
@@ -77,7 +72,7 @@ class RequestTracker:
         returns their request ids. ``sampling`` has a seed."""
         assert sampling.seed is not None
         what = f"prompt {prompt.uid}"
-        prepared = request(prompt.token_ids, prompt.images, self._multimodal, what)
+        prepared = request(prompt.token_ids, prompt.images, self.multimodal, what)
         first = request_seed(sampling.seed, prompt.uid)
         requests = []
         params = []
@@ -85,7 +80,7 @@ class RequestTracker:
             left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(there))
             requests.append(behind(prepared, there))
             seed = first + number
-            params.append(vllm_sampling(left, seed, self._eos_token_ids, len(there)))
+            params.append(vllm_sampling(left, seed, self.eos_token_ids, len(there)))
         names = llm.enqueue(requests, params, use_tqdm=False)
         # vLLM numbers requests, and puts random letters after the number; its outputs have the
         # number alone.
@@ -116,7 +111,7 @@ class RequestTracker:
     def _ended(self, output: RequestOutput, version: int) -> tuple[int, Completion]:
         request_id = int(output.request_id)
         request = self._open.pop(request_id)
-        if self._multimodal is not None:
+        if self.multimodal is not None:
             check_expansion(request.asked, output.prompt_token_ids, request.what)
         (response,) = output.outputs
         truncated = response.finish_reason == "length"
@@ -124,15 +119,14 @@ class RequestTracker:
         completion = _completion(
             token_ids, response.logprobs, request, truncated=truncated, version=version
         )
-        if self._experts is None or not request.expert_width:
+        if self.experts is None or not request.expert_width:
             return request_id, completion
         tokens = request.tokens(len(token_ids))
-        experts = self._experts.of_ended(request.name, tokens, response.routed_experts)
+        experts = self.experts.of_ended(request.name, tokens, response.routed_experts)
         return request_id, replace(completion, experts=experts)
 
     def drop(self, llm: LLM, request_ids: Iterable[int]) -> int:
-        """Ends responses without an answer; returns the tokens that they had. Those that have ended
-        already do not matter."""
+        """Ends responses without an answer, if they have not ended; returns the tokens they had."""
         names = [
             self._open.pop(request_id).name
             for request_id in request_ids
@@ -155,8 +149,8 @@ class RequestTracker:
             flat = state.logprobs_processor.logprobs
             token_ids = list(state.detokenizer.output_token_ids)
             completion = _completion(token_ids, flat, request, truncated=False, version=version)
-            if self._experts is not None and request.expert_width:
-                experts = self._experts.of_open(request.name, request.tokens(len(token_ids)))
+            if self.experts is not None and request.expert_width:
+                experts = self.experts.of_open(request.name, request.tokens(len(token_ids)))
                 completion = replace(completion, experts=experts)
             paused.append(completion)
         self.drop(llm, request_ids)

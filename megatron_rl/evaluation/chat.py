@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import text_prompts
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.evaluation.evaluation_source import Evaluation
@@ -49,7 +48,11 @@ def chat(sample: Evaluation, world: World) -> None:
         (prompt,) = text_prompts([line], config.data, tokenizer, limit)
         more = rendering.tokens([{"role": "user", "content": line}])
         tokens = [*tokens, *more] if tokens else list(prompt.token_ids)
-        _check_length(config, len(tokens))
+        if len(tokens) > limit:
+            raise ValueError(
+                f"the conversation has {len(tokens)} tokens, rollout.max_prompt_tokens = {limit};"
+                f" add rollout.max_prompt_tokens={2 * limit}"
+            )
         asked = replace(prompt, uid=f"chat:{number}", token_ids=tuple(tokens))
         responses = sampler.run([asked], replace(plain, num_responses=1, seed=number), "chat")
         found = sampler.shown(responses, [0])
@@ -77,12 +80,3 @@ def _line() -> str:
         return input("you: ").strip()
     except EOFError:
         return ""
-
-
-def _check_length(config: Config, length: int) -> None:
-    limit = config.rollout.max_prompt_tokens
-    if length > limit:
-        raise ValueError(
-            f"the conversation has {length} tokens, rollout.max_prompt_tokens = {limit}; add"
-            f" rollout.max_prompt_tokens={2 * limit}"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,8 @@ def evaluate(
     turns = turns_of_run(config, tokenizer)
     vision = vision_of(config.model.path, config.data)
     with display.phase("reading the prompts"):
-        data = shared_data(without_training(config), world, tokenizer, vision)
+        # The training prompts of a run may be gone.
+        data = shared_data(config.with_values(data={"train": ()}), world, tokenizer, vision)
         prompts = data.held_out_prompts[: config.evaluation.num_prompts]
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         if needs_reward(turns):
@@ -186,11 +188,6 @@ def evaluate(
     return f"{evaluation_table(rows)}\nfinished: {folder.path} ({METRICS}, responses/)"
 
 
-def without_training(config: Config) -> Config:
-    """The same, but no training prompts are read; the files of a run may be gone."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
-
-
 def build_engine(
     config: Config,
     first: Weights,
@@ -198,8 +195,7 @@ def build_engine(
     world: World,
     display: Display,
 ) -> VllmEngine:
-    """The engine, once for all weights. It reads the files of ``model.path`` only where these are
-    the first to be asked."""
+    """The engine, once for all weights; reads ``model.path`` only if that is asked first."""
     model = Path(config.model.path)
     awaited = None
     if first.path != model:
@@ -256,29 +252,24 @@ class Asking:
         """
         began = monotonic()
         load_weights(self.config, weights, self.engine, self.world, self.display)
-        size = self.prompts_at_a_time or self._portion
+        # As many as fill all engines ``_FILLINGS`` times.
+        responses = _FILLINGS * self.engine.num_replicas * self.engine.capacity
+        size = self.prompts_at_a_time or max(1, responses // self.sampling.num_responses)
         for start in range(0, len(prompts), size):
             portion = prompts[start : start + size]
             end = start + len(portion)
             what = f"step {weights.step}, prompts {start + 1} to {end} of {len(prompts)}"
-            responses = self.sampler.run(portion, self.sampling, what)
+            answers = self.sampler.run(portion, self.sampling, what)
             # Before they are written, so that the next start asks again.
-            excluded_share(responses.scores, self.config.reward.max_excluded_share, what)
-            slices = self._slices(weights.step, responses)
+            excluded_share(answers.scores, self.config.reward.max_excluded_share, what)
+            slices = self._slices(weights.step, answers)
             if self.world.is_main:
                 self.folder.file(weights).add(slices)
             else:
-                for _ in slices:  # gathering is collective
-                    pass
+                deque(slices, maxlen=0)  # gathering is collective
         self.world.from_main(lambda: finished(self.folder, [weights]))
         seconds = duration(monotonic() - began)
         self.display.line(f"step {weights.step}: {len(prompts)} prompts in {seconds}")
-
-    @property
-    def _portion(self) -> int:
-        """Prompts that fill all engines ``_FILLINGS`` times."""
-        responses = _FILLINGS * self.engine.num_replicas * self.engine.capacity
-        return max(1, responses // self.sampling.num_responses)
 
     def _slices(self, step: int, responses: Responses) -> Iterator[list[AnswerRow]]:
         """Collective: rows for the file, a slice at a time on rank 0; empty ones elsewhere."""

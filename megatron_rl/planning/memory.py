@@ -305,8 +305,7 @@ def _fp8_copy_bytes(
 def workload(
     config: Config, world_size: int, *, work: WorkModel, fused: bool, keep_reference: bool
 ) -> Workload:
-    """The workload of a run of ``config`` on ``world_size`` ranks. ``work``: that of the policy's
-    plans."""
+    """Of a run of ``config`` on ``world_size`` ranks. ``work``: that of the policy's plans."""
     batch = config.batch
     longest = longest_sequence(config)
     sequences = batch.prompts_per_minibatch * batch.responses_per_prompt

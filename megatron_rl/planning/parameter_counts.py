@@ -65,22 +65,18 @@ def stage_counts(
 ) -> list[Counts]:
     """The counts of a rank of each pipeline stage, of the parameters that ``which`` takes."""
     rows = padded_vocab(arch.vocab_size, divisible_by, parallel.tensor)
+
+    def count(parameters: Iterable[Parameter], cuts: int = parallel.tensor) -> int:
+        shapes = (local_shape(each, arch, rows, cuts) for each in parameters if which(each))
+        return sum(math.prod(shape) for shape in shapes)
+
     before, after = outer_parameters(arch)
-    tower = _count(vision_parameters(arch), arch, rows, parallel.tensor, which)
-    embedding = _count(before, arch, rows, parallel.tensor, which)
-    ending = _count(after, arch, rows, parallel.tensor, which)
+    embedding = count(before)
+    adapters = adapter_parameters(arch, 0)
     # The last layer has experts where the model has; the first one may have none.
-    layer, dense_layer = (
-        _count(
-            layer_parameters(arch, which_one) + adapter_parameters(arch, 0),
-            arch,
-            rows,
-            parallel.tensor,
-            which,
-        )
-        for which_one in (arch.num_layers - 1, 0)
-    )
-    expert = _count(expert_parameters(arch, 0, 0), arch, rows, parallel.expert_tensor, which)
+    last_and_first = (arch.num_layers - 1, 0)
+    layer, dense_layer = (count(layer_parameters(arch, n) + adapters) for n in last_and_first)
+    expert = count(expert_parameters(arch, 0, 0), parallel.expert_tensor)
     counts = []
     dense_layers = dense_of_stages(arch, parallel)
     for stage, layers in enumerate(stage_layers(arch, parallel)):
@@ -89,9 +85,9 @@ def stage_counts(
         with_experts = layers - dense_layers[stage]
         dense = with_experts * layer + dense_layers[stage] * dense_layer
         if is_first:
-            dense += tower + embedding
+            dense += count(vision_parameters(arch)) + embedding
         if is_last:
-            dense += ending
+            dense += count(after)
             if arch.tied_embeddings and not is_first:
                 dense += embedding  # a copy of the embedding is the last stage's head
         counts.append(Counts(dense, with_experts * expert * arch.num_experts // parallel.expert))
@@ -148,10 +144,3 @@ def engine_parameters(
         copies, cuts = math.ceil(arch.num_experts / tensor), 1
     for parameter in expert_parameters(arch, 0, 0):
         yield parameter, copies * numbers(parameter, cuts), layers - dense_layers
-
-
-def _count(
-    parameters: Iterable[Parameter], arch: Architecture, rows: int, tensor: int, which: Which
-) -> int:
-    shapes = (local_shape(each, arch, rows, tensor) for each in parameters if which(each))
-    return sum(math.prod(shape) for shape in shapes)

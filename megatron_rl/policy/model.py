@@ -232,15 +232,12 @@ def block_spec(
     """The layers of a chunk, and the norm behind the last one of the model."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    adapted = bool(arch.adapter_slots)
-    of_kind = {
-        kind: layer_spec(config, arch.num_experts if kind else None, adapted=adapted)
-        for kind in {arch.has_experts(layer) for layer in range(arch.num_layers)}
-    }
-    layers = [of_kind[arch.has_experts(layer)][0] for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(
-        layer_specs=layers, layer_norm=next(iter(of_kind.values()))[1]
-    )
+    specs = {}
+    for kind in {arch.has_experts(layer) for layer in range(arch.num_layers)}:
+        experts = arch.num_experts if kind else None
+        specs[kind], norm = layer_spec(config, experts, adapted=bool(arch.adapter_slots))
+    layers = [specs[arch.has_experts(layer)] for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def layer_spec(

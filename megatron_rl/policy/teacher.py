@@ -67,7 +67,6 @@ class FrozenTeacher:
         self._offload.offload(_PARTS)
 
     def teaches(self, source: str) -> bool:
-        """See protocols.Teacher."""
         return teacher_of(self._model, source) == self._folder
 
     def score(self, batch: LocalBatch, outputs: Outputs = ()) -> TokenScores:

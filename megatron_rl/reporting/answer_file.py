@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,7 @@ class AnswerFile:
         return {uid for column in columns for uid in column.unique().to_pylist()}
 
     def add(self, slices: Iterable[Sequence[AnswerRow]]) -> None:
-        """Adds whole prompts, as one portion; every slice is on its way to the disk before the next
-        is asked for."""
+        """Adds whole prompts as one portion; a slice is written before the next is asked for."""
         self._parts.mkdir(parents=True, exist_ok=True)
         # Above the highest number, not the count: after a damaged portion has been deleted, as its
         # message asks for, the count is the number of a portion that is still there.
@@ -95,14 +95,11 @@ class AnswerFile:
         # A kill between the two lines below leaves portions next to a whole file. Nothing reads
         # them then, and the next call removes them.
         if not self.is_whole:
-            self._write(self.path, self._stored_tables())
+            # A batch at a time: a whole step may not fit the memory.
+            batches = chain.from_iterable(_opened(path).iter_batches() for path in self._files())
+            tables = (pa.Table.from_batches([batch], self._schema) for batch in batches)
+            self._write(self.path, tables)
         shutil.rmtree(self._parts, ignore_errors=True)
-
-    def _stored_tables(self) -> Iterator[pa.Table]:
-        """The rows of all portions, a batch at a time: a whole step may not fit the memory."""
-        for path in self._files():
-            for batch in _opened(path).iter_batches():
-                yield pa.Table.from_batches([batch], self._schema)
 
     def judged(self) -> Judged:
         """The columns that metrics are computed from; extracted answers are the only texts."""

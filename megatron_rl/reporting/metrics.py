@@ -151,5 +151,4 @@ def metric(key: str) -> Metric | None:
 
 
 def defined(key: str) -> bool:
-    """Whether the table defines ``key``."""
     return metric(key) is not None

@@ -42,18 +42,15 @@ def plain(number: Decimal) -> str:
 
 
 def _not_a_number(task: Task) -> str:
+    """With the setting that fits the form of this answer."""
     answer = task.answer
     shown = answer if len(answer) <= 60 else "..." + answer[-57:]  # its end tells most
-    return f"the answer of {task.uid} is not a number: {shown!r}; {_remedy(answer)}"
-
-
-def _remedy(answer: str) -> str:
-    """The setting that fits the form of this answer."""
+    remedy = "correct it, or set reward.verifier=math or exact"
     if "####" in answer:
-        return "the number is behind a marker: type " + typed("data.answer_after", "####")
-    if "\\boxed" in answer:
-        return "set reward.verifier=math, which reads what is in the box"
-    return "correct it, or set reward.verifier=math or exact"
+        remedy = "the number is behind a marker: type " + typed("data.answer_after", "####")
+    elif "\\boxed" in answer:
+        remedy = "set reward.verifier=math, which reads what is in the box"
+    return f"the answer of {task.uid} is not a number: {shown!r}; {remedy}"
 
 
 @register_verifier("number", sources=r"(openai/)?gsm8k")

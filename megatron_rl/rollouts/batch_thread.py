@@ -51,8 +51,7 @@ class BatchThread(Generic[Item, Result]):
         return results
 
     def forget(self) -> None:
-        """Drops what is not done yet. A call that is at work ends by itself, and another begins
-        after it."""
+        """Drops what is not done yet. A call at work ends by itself; another begins after it."""
         self._waiting = []
         self._call = None
 

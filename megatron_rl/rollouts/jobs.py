@@ -38,7 +38,6 @@ class GenerationJob:
     store: ResponseStore = field(default_factory=ResponseStore)
 
     def demonstration(self, prompt: Prompt, response: int) -> Completion | None:
-        """A response that the prompt brings along."""
         known = self.demonstrations
         return None if known is None else known.get(prompt, response)
 

@@ -257,8 +257,7 @@ class Rollouts:
         return self.engines.generation()
 
     def publish(self, version: int) -> SyncReport:
-        """Weights change in an update only: those that are checked here are the ones that are saved
-        and exported."""
+        """Weights change in an update only: those that are checked here are saved and exported."""
         self.policy.check_weights(version)
         return self.engines.publish(version)
 

@@ -92,8 +92,7 @@ def rollout_sampling(
 
 
 def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    """The same seed at every evaluation: two evaluations of the same weights give the same
-    answers."""
+    """One seed at every evaluation, so that the same weights give the same answers."""
     evaluation = config.evaluation
     return Sampling(
         num_responses=evaluation.responses_per_prompt,

@@ -46,7 +46,6 @@ class ResponseStore:
         return self._new[place]
 
     def get(self, place: Place) -> Completion | None:
-        """All that is there of a response."""
         return self._new.get(place) or self._held.get(place)
 
     def forget(self, groups: Iterable[int]) -> None:
@@ -89,7 +88,6 @@ class ResponseStore:
         return {"held": _saved(self._held), "new": _saved(self._new)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
         self._held = _restored(state["held"])
         self._new = _restored(state["new"])
 

@@ -54,8 +54,7 @@ def with_model(config: Config, world: World) -> Config:
         return _fetched(path, named["repo"], pinned, _DESCRIPTION)
 
     folder = world.from_main(first)
-    model = config.model.model_copy(update={"path": folder})
-    config = config.model_copy(update={"model": model})
+    config = config.with_values(model={"path": folder})
     _on_each_machine(config, world, _DESCRIPTION)
     logger.info("model.path = %s: commit %s", path, Path(folder).name)
     return config
@@ -90,21 +89,19 @@ def _on_each_machine(config: Config, world: World, patterns: Sequence[str]) -> N
     found = repo_and_commit(config.model.path)
     assert found is not None, "a folder of the library's cache"
     repo, commit = found
-    problem: ValueError | None = None
-    if world.local_rank == 0:
-        try:
-            with nullcontext() if world.is_main else _Quiet():
-                folder = _fetched(repo, repo, commit, patterns)
-            if folder != config.model.path:
-                problem = ValueError(
-                    f"model.path = {repo}: this machine keeps it in {folder}, the first one in"
-                    f" {config.model.path}; set HF_HOME to the same folder on all machines"
-                )
-        except ValueError as error:
-            problem = error
-    for found in world.all_gather(problem):
-        if found is not None:
-            raise found
+
+    def fetch() -> None:
+        if world.local_rank != 0:
+            return
+        with nullcontext() if world.is_main else _Quiet():
+            folder = _fetched(repo, repo, commit, patterns)
+        if folder != config.model.path:
+            raise ValueError(
+                f"model.path = {repo}: this machine keeps it in {folder}, the first one in"
+                f" {config.model.path}; set HF_HOME to the same folder on all machines"
+            )
+
+    world.on_all_ranks(fetch)
 
 
 class _Quiet:

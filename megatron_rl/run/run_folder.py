@@ -114,8 +114,7 @@ class RunFolder:
         return start.step
 
     def save_due(self, step: int, improved: bool) -> bool:
-        """Collective: whether a checkpoint follows ``step``. ``improved``: it has the best held-out
-        score so far."""
+        """Collective: a checkpoint follows ``step``. ``improved``: it has the best score so far."""
         config = self._config.checkpoint
         by_step = config.every_steps > 0 and step % config.every_steps == 0
         due = by_step or (config.keep_best and improved)
@@ -126,7 +125,6 @@ class RunFolder:
         return self._world.any(self._world.is_main and minutes >= config.every_minutes)
 
     def export_due(self, step: int) -> bool:
-        """Whether an export follows ``step``."""
         every = self._config.checkpoint.export_every_steps
         return every > 0 and step % every == 0
 
@@ -228,8 +226,7 @@ class RunFolder:
             self._tracking.log_samples(step, rows)
 
     def request_requeue(self, step: int) -> None:
-        """Tells the launcher script that the run was preempted, not finished: exit codes do not
-        survive torchrun."""
+        """Tells the launcher script of the preemption: exit codes do not survive torchrun."""
         if self._world.is_main:
             (self.path / REQUEUE).write_text(f"{step}\n", encoding="ascii")
             self._close()
@@ -247,8 +244,7 @@ class RunFolder:
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
     def _restore_data(self, source: RolloutSource, extra: Mapping[str, Any]) -> None:
-        """The position in the prompts, and the state of the signals; the start of them where others
-        are allowed."""
+        """Position in the prompts, and signals; their start where other data are allowed."""
         try:
             source.restore(extra["rollouts"])
             self.signals.restore(extra["signals"])
@@ -281,8 +277,7 @@ class RunFolder:
             self._tracking = None
 
     def _archive(self, start: ResumePoint) -> None:
-        """Archives what the run is going to overwrite: rows, and checkpoints later than the one
-        that was chosen."""
+        """Archives what the run will overwrite: rows, and checkpoints later than the chosen one."""
         last = -1 if start.checkpoint is None else start.step
         for name in (METRICS, SAMPLES):
             if archive := archive_rows(self.path / name, last):

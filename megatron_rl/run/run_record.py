@@ -156,8 +156,7 @@ def model_fingerprint(path: Path) -> str | None:
 
 
 def data_fingerprint(state: Mapping[str, Any]) -> str:
-    """The fingerprint of the prompts of a stream, from its ``state``: of one source or of
-    several."""
+    """The fingerprint of a stream's prompts from its ``state``, of one or several sources."""
     sources = [state] if "prompts" in state else state["sources"]
     return "+".join(source["prompts"] for source in sources)
 

@@ -110,8 +110,7 @@ def with_date(config: Config, world: World) -> Config:
 def _with_date_of(record: dict[str, Any] | None, config: Config, today: str | None) -> Config:
     """``config`` with the day as given, or that of the run so far, or ``today``."""
     day = config.data.template_date or (record or {}).get("data", {}).get("template_date") or today
-    data = config.data.model_copy(update={"template_date": day})
-    return config.model_copy(update={"data": data})
+    return config.with_values(data={"template_date": day})
 
 
 def _with_steps_of(record: dict[str, Any], config: Config) -> Config:
@@ -121,8 +120,7 @@ def _with_steps_of(record: dict[str, Any], config: Config) -> Config:
     trainer = config.trainer
     if trainer.num_steps is not None or written.get("num_epochs") != trainer.num_epochs:
         return config
-    trainer = trainer.model_copy(update={"num_steps": written["num_steps"]})
-    return config.model_copy(update={"trainer": trainer})
+    return config.with_values(trainer={"num_steps": written["num_steps"]})
 
 
 def finished_already(config: Config, world: World) -> bool:
@@ -227,8 +225,7 @@ def find_resume_point(config: Config, world: World, record: dict[str, Any]) -> R
 
 
 def _newest_resume_point(config: Config, world: World, record: dict[str, Any]) -> ResumePoint:
-    """Collective: after the newest whole checkpoint of the folder; from the model where it has
-    none."""
+    """Collective: after the newest whole checkpoint of the folder, else from the model."""
     folder = Path(config.run_dir)
     newest = newest_whole(world, folder / CHECKPOINTS, digests=config.checkpoint.verify)
     world.from_main(lambda: _refuse_all_damaged(config, newest))

@@ -24,8 +24,7 @@ POLL_S = 0.002
 
 
 class JointGroupError(RuntimeError):
-    """A step that needs every process of a joint group cannot begin. The message says what is
-    wrong, and where."""
+    """A step of a whole joint group cannot begin; the message says what is wrong, and where."""
 
 
 class Barrier:

@@ -117,12 +117,36 @@ class World:
             return action()
         return from_first_rank(action, self.control_group)
 
+    def on_all_ranks(self, action: Callable[[], Value]) -> list[Value]:
+        """See the function ``on_all_ranks``."""
+        return [action()] if self.size == 1 else on_all_ranks(action, self.control_group)
+
 
 def gather_objects(value: Value, group: Any = None) -> list[Value]:
     """Collective: ``value`` of every rank of ``group`` (None: all), in rank order."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def on_all_ranks(
+    action: Callable[[], Value], group: Any = None, kind: type[Exception] = ValueError
+) -> list[Value]:
+    """Collective: what ``action`` returns on every rank, in rank order.
+
+    The first rank's error of this ``kind`` is raised on every rank: one that continued alone would
+    wait in the next collective.
+    """
+    outcome: list[Any] = [None, None]  # result, error
+    try:
+        outcome = [action(), None]
+    except kind as raised:
+        outcome = [None, _sendable(raised)]
+    outcomes = gather_objects(outcome, group)
+    for _, error in outcomes:
+        if error is not None:
+            raise error from outcome[1]
+    return [result for result, _ in outcomes]
 
 
 def from_first_rank(action: Callable[[], Value], group: Any = None) -> Value:

@@ -44,7 +44,10 @@ def prepare() -> None:
     open_streams()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may end earlier
         end_with_it()
-        raise_limit_of_torchrun()
+        # That of the parent, too: where torchrun serves the store of the launch, it holds a
+        # connection to every rank.
+        with suppress(PermissionError, ProcessLookupError):  # another user's, or it ends
+            raise_limit(os.getppid())
     answer_termination()
     # Last: a rank that has arrived answers SIGTERM, see ``failure.say_or_follow``.
     STATE.first_failure.arrive()
@@ -101,13 +104,6 @@ def raise_limit(pid: int) -> int:
         return soft
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
-
-
-def raise_limit_of_torchrun() -> None:
-    """Raises the limit of the parent of this process, which holds a connection to every rank of the
-    launch where it serves their store."""
-    with suppress(PermissionError, ProcessLookupError):  # another user's, or it ends
-        raise_limit(os.getppid())
 
 
 def end_with_it(parent: int = _PARENT) -> None:

@@ -110,7 +110,6 @@ class Lease:
             self._write()
 
     def end(self) -> None:
-        """Removes the file: the server ends."""
         self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:

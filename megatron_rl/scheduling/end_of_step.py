@@ -142,8 +142,7 @@ class EndOfStep(ABC):
 
     @abstractmethod
     def admit(self) -> None:
-        """Asks for what the steps want whose weights are there; changes nothing where nothing is
-        missing."""
+        """Asks for what the steps want whose weights are there, if anything is missing."""
 
     @property
     @abstractmethod

@@ -180,8 +180,7 @@ class TokenLevel(EndOfStep):
         self.step = step
 
     def admit(self) -> None:
-        """Begins a step whose weights are there: admits groups, and asks for what is missing of the
-        open ones."""
+        """Begins a step whose weights are there: admits groups, asks for what open ones lack."""
         if self._is_begun or self.rules.version_of(self.step) > self.version:
             return
         self._is_begun = True
@@ -197,8 +196,7 @@ class TokenLevel(EndOfStep):
         self._bound()
 
     def _candidate(self, place: int) -> int:
-        """The prompts that may be begun in this step, in order: those that earlier steps left out,
-        then the next ones."""
+        """Prompts that may be begun, in order: those that earlier steps left out, then new ones."""
         if place < len(self._gaps):
             return self._gaps[place]
         return self._next + place - len(self._gaps)

@@ -209,8 +209,7 @@ class WorkQueue:
             self.add([request])
 
     def cancel(self, groups: Collection[int]) -> list[Assignment]:
-        """Forgets the requests of some groups; returns those that run, which the caller is to
-        abort."""
+        """Forgets the requests of some groups; returns those that run, for the caller to abort."""
         for version, heap in self._waiting.items():
             kept = [request for request in heap if request.group not in groups]
             heapq.heapify(kept)  # what is left of a heap is none

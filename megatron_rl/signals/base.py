@@ -71,8 +71,7 @@ class StepView:
         return torch.from_numpy(sampled)
 
     def score(self, outputs: Outputs = (), batch: LocalBatch | None = None) -> TokenScores:
-        """Collective: a pass of the policy as it is now, over the rows or ``batch``; on the
-        host."""
+        """Collective: a pass of the policy as it is, over the rows or ``batch``; on the host."""
         scores = self.policy.score(self.local if batch is None else batch, outputs)
         return scores.map(Tensor.cpu)
 

@@ -99,11 +99,9 @@ class EndTokens:
         return cls(replace(local, batch=longer), is_end, plain, row)
 
     def without(self, scores: TokenScores) -> TokenScores:
-        """See ``Extension``."""
         return scores.map(lambda values: values[~self.is_end])
 
     def split(self, view: TokenView) -> tuple[TokenView, Columns]:
-        """See ``Extension``."""
         is_end = self.is_end[view.index]
         own = (~is_end).nonzero().flatten()
         ends = is_end.nonzero().flatten()

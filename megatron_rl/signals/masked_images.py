@@ -19,7 +19,7 @@ from megatron_rl.data.multimodal.masks import masked
 from megatron_rl.passes import LocalBatch, TokenScores, TokenView
 from megatron_rl.signals.base import Columns, Signal, StepView
 from megatron_rl.signals.registry import register_signal
-from megatron_rl.types import Image, Prompt, SequenceBatch
+from megatron_rl.types import Prompt, SequenceBatch
 
 
 @register_signal
@@ -67,12 +67,8 @@ def with_masked_images(local: LocalBatch, ratio: float, seed: int) -> LocalBatch
     if images is None:
         return local
     hidden = {image.digest: masked(image, ratio, seed) for row in images for image in row}
-
-    def of_row(row: tuple[Image, ...]) -> tuple[Image, ...]:
-        return tuple(hidden[image.digest] for image in row)
-
-    batch = replace(local.batch, images=tuple(map(of_row, images)))
-    return replace(local, batch=batch)
+    shown = tuple(tuple(hidden[image.digest] for image in row) for row in images)
+    return replace(local, batch=replace(local.batch, images=shown))
 
 
 def _with_copies(local: LocalBatch, ratio: float, seed: int) -> LocalBatch:
@@ -117,7 +113,6 @@ class MaskedCopies:
         return cls(_with_copies(local, ratio, seed), int(local.batch.response_lengths.sum()))
 
     def without(self, scores: TokenScores) -> TokenScores:
-        """See ``Extension``."""
         return scores.map(lambda values: values[: self.num_tokens])
 
     def split(self, view: TokenView) -> tuple[TokenView, Columns]:

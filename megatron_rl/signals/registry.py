@@ -88,7 +88,6 @@ class Signals:
 
     @property
     def num_likely(self) -> int:
-        """See ``Signal``."""
         return max((signal.num_likely for signal in self.members), default=0)
 
     def check(self, prompts: Sequence[Prompt], config: Config) -> None:
@@ -168,7 +167,6 @@ class Extended:
     extensions: tuple[Extension, ...]
 
     def split(self, view: TokenView) -> tuple[TokenView, Columns]:
-        """See ``Extension``."""
         found: dict[str, Any] = {}
         for extension in reversed(self.extensions):
             view, columns = extension.split(view)
@@ -176,7 +174,6 @@ class Extended:
         return view, found
 
     def without(self, scores: TokenScores) -> TokenScores:
-        """See ``Extension``."""
         for extension in reversed(self.extensions):
             scores = extension.without(scores)
         return scores

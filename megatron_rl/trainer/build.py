@@ -64,7 +64,6 @@ from megatron_rl.trainer.warm_start import (
     given_prompts,
     samples,
     supervised,
-    untrained,
 )
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.gather import GatherSync
@@ -194,7 +193,8 @@ def read_prompts(
         ValueError: as ``read_data`` and ``given_prompts``, on every rank.
     """
     is_sampling = samples(config)
-    data = shared_data(config if is_sampling else untrained(config), world, tokenizer, vision)
+    read = config if is_sampling else config.with_values(data={"train": ()})
+    data = shared_data(read, world, tokenizer, vision)
     if not config.warm_start.steps:
         return data, None
     plain = partial(tokenizer.encode, add_special_tokens=False)
@@ -266,7 +266,6 @@ def policy_settings(
 def build_learner(
     config: Config, world: World, policy: MegatronPolicy, method: Method, signals: Signals
 ) -> Learner:
-    """The learner and what watches over it."""
     fp8 = config.precision.fp8
     write = partial(write_bundle, config, world, policy)
     return Learner(

@@ -85,8 +85,7 @@ def write_bundle(
     minibatch: Minibatch,
     result: UpdateResult | None,
 ) -> Path:
-    """Collective: writes the bundle of ``minibatch`` with the weights as they are now; returns its
-    folder."""
+    """Collective: writes ``minibatch`` with the weights as they are now; returns the folder."""
     path = Path(config.run_dir) / "nonfinite" / f"step_{minibatch.step:06d}"
     experience = minibatch.experience
     responses = experience.responses

@@ -41,8 +41,7 @@ class Health:
     _skipped_in_a_row: int = field(default=0, init=False)
 
     def before(self, minibatch: Minibatch) -> None:
-        """Collective where ``nonfinite.bundle_step`` asks for a bundle of this step (its first
-        minibatch)."""
+        """Collective: the bundle of the first minibatch of step ``nonfinite.bundle_step``."""
         if minibatch.step == self.nonfinite.bundle_step and minibatch.number == 1:
             path = self.write_bundle(minibatch, None)
             logger.info("step %d: bundle written to %s", minibatch.step, path)

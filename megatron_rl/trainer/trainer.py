@@ -80,8 +80,7 @@ class Trainer:
             folder.finish(self.learner.policy)
 
     def step(self, step: int) -> dict[str, float]:
-        """One rollout, its optimizer steps and the publication of the new weights; returns the
-        metrics of the step."""
+        """A rollout, its optimizer steps, the publication of the weights; returns the metrics."""
         clock = Clock()
         with clock("step"):
             experience = self.source.next(step)

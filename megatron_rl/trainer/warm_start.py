@@ -50,26 +50,19 @@ def supervised(config: Config) -> Config:
         "prompts_per_minibatch": warm.rows_per_step,
         "responses_per_prompt": 1,
     }
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update=rows),
-            "batch": config.batch.model_copy(update=sizes),
-            "trainer": config.trainer.model_copy(update={"epochs_per_rollout": 1}),
-            "rollout": config.rollout.model_copy(update={"router_replay": "none"}),
-            "method": load_method("sft").config,
-        }
+    changed = config.with_values(
+        data=rows,
+        batch=sizes,
+        trainer={"epochs_per_rollout": 1},
+        rollout={"router_replay": "none"},
     )
+    return changed.model_copy(update={"method": load_method("sft").config})
 
 
 def samples(config: Config) -> bool:
     """Whether any step trains on what engines sample."""
     num_steps = config.trainer.num_steps
     return num_steps is None or config.warm_start.steps < num_steps
-
-
-def untrained(config: Config) -> Config:
-    """``config`` of a run that has no training prompts beside its given rows."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
 
 
 def given_prompts(
@@ -207,12 +200,10 @@ class WarmStartLearner:
         return self.after.policy
 
     def score(self, experience: Experience) -> Experience:
-        """See Learner."""
         learner = self.first if experience.step <= self.steps else self.after
         return learner.score(experience)
 
     def update(self, step: int, experience: Experience) -> dict[str, float]:
-        """See Learner."""
         if step > self.steps:
             return self.after.update(step, experience)
         metrics = self.first.update(step, experience)

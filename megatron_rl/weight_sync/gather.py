@@ -7,6 +7,7 @@ Simple, and the reference for any faster one.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,15 +21,15 @@ from megatron_rl.weight_sync.collectives import raise_everywhere
 from megatron_rl.weight_sync.failure import Stage, SyncProgress
 
 
+@dataclass(frozen=True)
 class GatherSync:
-    """Streams the policy's gathered weights into the engine, one tensor at a time."""
+    """Streams the policy's gathered weights into the engine, one tensor at a time. ``verify``:
+    compare digests of every tensor, as it is handed to the engine, over all ranks, at every
+    sync."""
 
-    def __init__(self, policy: WholeWeightSource, engine: WholeWeightSink, verify: bool) -> None:
-        """``verify``: compare digests of every tensor, as it is handed to the engine, over all
-        ranks, at every sync."""
-        self._policy = policy
-        self._engine = engine
-        self._verify = verify
+    policy: WholeWeightSource
+    engine: WholeWeightSink
+    verify: bool
 
     def sync(self, version: int) -> SyncReport:
         """Collective. ``bytes_total`` is the size of the weights, ``bytes_sent`` what this rank
@@ -44,29 +45,29 @@ class GatherSync:
                 taken nothing yet.
         """
         start = time.perf_counter()
-        sent_before = self._policy.gathered_bytes_sent
+        sent_before = self.policy.gathered_bytes_sent
         progress = SyncProgress(version, Stage.OPENING)
-        stream = _TensorStream(self._policy.gathered_weights(), progress, self._verify)
+        stream = _TensorStream(self.policy.gathered_weights(), progress, self.verify)
 
         def confirm() -> None:
             progress.stage = Stage.COMPARING
             # A rank whose engine refused is in the ``raise_everywhere`` below: they meet in it.
             raise_everywhere(None)
-            if self._verify:
+            if self.verify:
                 verify_tensors(stream.digests)
             progress.stage = Stage.FINISHING
 
         try:
-            self._engine.load_weights(iter(stream), version, confirm)
+            self.engine.load_weights(iter(stream), version, confirm)
         except Exception as error:
             if progress.stage in (Stage.OPENING, Stage.MOVING):
-                stream.drain()
+                deque(stream.weights, maxlen=0)  # the gathers that are left, for the peers
             # A failing gather can only be left; a failing comparison is known to all.
             if progress.stage not in (Stage.GATHERING, Stage.COMPARING):
                 raise_everywhere(error)
             raise
         raise_everywhere(None)
-        sent_bytes = self._policy.gathered_bytes_sent - sent_before
+        sent_bytes = self.policy.gathered_bytes_sent - sent_before
         seconds = time.perf_counter() - start
         return SyncReport(version, stream.num_tensors, sent_bytes, stream.num_bytes, seconds)
 
@@ -93,8 +94,3 @@ class _TensorStream:
             yield name, tensor
             self.progress.stage = Stage.GATHERING
         self.progress.stage = Stage.MOVING
-
-    def drain(self) -> None:
-        """Takes part in the gathers that are left, for the peers."""
-        for _ in self.weights:
-            pass

@@ -108,8 +108,7 @@ class Transport:
         # the run takes.
         staging = self.staging or self.buffers()
         self.staging = []
-        run = _TransportRun(self, staging, source, target, written, checked)
-        run.error = failed
+        run = _TransportRun(self, staging, source, target, written, checked, failed)
         with torch.no_grad():
             report = run.all()
         self.raise_everywhere(run.error)
@@ -124,7 +123,7 @@ class Transport:
         try:
             if failed is None:
                 for key, extent in self.program.sources.items():
-                    self._check("training", key, extent, source(key))
+                    self.check("training", key, extent, source(key))
                 staging = self.buffers()
         except Exception as error:  # noqa: BLE001 (raised on every rank)
             failed = error
@@ -145,11 +144,8 @@ class Transport:
             for slot in range(count)
         ]
 
-    def check_target(self, key: str, parameter: Tensor) -> None:
+    def check(self, side: str, key: str, planned: Extent, parameter: Tensor) -> None:
         """Raises ValueError when the parameter is not what the plan or the first run saw."""
-        self._check("rollout", key, self.program.targets[key], parameter)
-
-    def _check(self, side: str, key: str, planned: Extent, parameter: Tensor) -> None:
         elements = 0  # from the first one to the last, as ``shards.extent`` counts them
         if parameter.numel():
             steps = zip(parameter.shape, parameter.stride(), strict=True)
@@ -184,8 +180,7 @@ class Transport:
         compare(self.messages, report.checksums, self.group)
 
     def raise_everywhere(self, error: Exception | None, *, moved: bool = True) -> None:
-        """Collective: see ``collectives.raise_everywhere``. ``moved``: an engine may have lost old
-        weights."""
+        """Collective. ``moved``: an engine may have lost old weights."""
         raise_everywhere(error, HALF_UPDATED if moved else "", self.group, self.device)
 
 
@@ -203,34 +198,27 @@ class _Flight(NamedTuple):
     incoming: list[tuple[Message, Tensor]]
 
 
+@dataclass
 class _TransportRun:
     """The state of one run: rounds under way, staging memory in use, writes still to come."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        staging: Sequence[Tensor],
-        source: Parameters,
-        target: Parameters,
-        written: Callable[[str], None] | None,
-        checked: bool,
-    ) -> None:
-        self.transport = transport
-        self.program = transport.program
-        self.group = transport.group
-        self.staging = staging
-        self.source = source
-        self.find_target = target
-        self.written = written
-        self.checked = checked
-        self.checksums: dict[BucketId, Tensor] = {}
-        self.error: Exception | None = None
-        self.open: dict[str, Tensor] = {}  # target parameters with views still to come
+    transport: Transport
+    staging: Sequence[Tensor]
+    source: Parameters
+    find_target: Parameters
+    written: Callable[[str], None] | None
+    checked: bool
+    error: Exception | None
+    checksums: dict[BucketId, Tensor] = field(default_factory=dict)
+    open: dict[str, Tensor] = field(default_factory=dict)  # parameters with views still to come
+    flying: deque[_Flight] = field(default_factory=deque)
+    sent: int = 0
+    received: int = 0
+    copied: int = 0
+
+    def __post_init__(self) -> None:
+        self.program = self.transport.program
         self.left = dict(self.program.uses)
-        self.flying: deque[_Flight] = deque()
-        self.sent = 0
-        self.received = 0
-        self.copied = 0
 
     def all(self) -> TransportReport:
         rounds = self.program.rounds
@@ -265,7 +253,7 @@ class _TransportRun:
     def target(self, key: str) -> Tensor:
         if key not in self.open:
             self.open[key] = self.find_target(key)
-            self.transport.check_target(key, self.open[key])
+            self.transport.check("rollout", key, self.program.targets[key], self.open[key])
         return self.open[key]
 
     def done(self, key: str) -> None:
@@ -302,9 +290,10 @@ class _TransportRun:
                 self.sent += message.size
                 call = dist.isend
             peer = message.peer
-            if self.group is not None:
-                peer = dist.get_global_rank(self.group, peer)
-            operations.append(dist.P2POp(call, buffer, peer, self.group))
+            group = self.transport.group
+            if group is not None:
+                peer = dist.get_global_rank(group, peer)
+            operations.append(dist.P2POp(call, buffer, peer, group))
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:

@@ -183,7 +183,7 @@ def failing(num_replicas: int) -> str:
     def broken(*_: Any) -> list[Score]:
         raise ValueError("no verdict today")
 
-    source.engines.backend._rewards._reward.score = broken
+    source.engines.backend.rewards._reward.score = broken
     try:
         source.collect(1)
     except ValueError as error:
@@ -198,7 +198,7 @@ def test_what_the_reward_raises_ends_the_step_on_its_rank() -> None:
 def judged_in() -> set[str]:
     source = rollouts(1, 1, PLAIN)
     source.collect(1)
-    return source.engines.backend._rewards._reward.threads
+    return source.engines.backend.rewards._reward.threads
 
 
 def test_verdicts_come_from_another_thread_than_tokens() -> None:

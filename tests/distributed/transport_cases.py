@@ -183,10 +183,11 @@ def refused_everywhere(case: Case) -> None:
         else source
     )
     expect_error(ValueError, lambda: transport.check_sources(tensors(missing)), key, "not among")
-    short = {name: value[:1] for name, value in target.items()}
+    norm = "model.norm.weight"
+    planned = transport.program.targets[norm]
     expect_error(
         ValueError,
-        lambda: transport.check_target("model.norm.weight", short["model.norm.weight"]),
+        lambda: transport.check("rollout", norm, planned, target[norm][:1]),
         "rollout",
         "spans 1",
     )

@@ -195,8 +195,7 @@ def _completion() -> str:
 
 
 def _info(wanted: str) -> str:
-    """All groups; of one group a line for each option, with the comment that its file begins with,
-    if any."""
+    """All groups; of one group a line for each option, with the first comment of its file."""
     groups = _all_groups()
     if wanted == GROUPS:
         return "".join(f"{group}={' | '.join(names)}\n" for group, names in groups.items())

@@ -77,14 +77,6 @@ NOT_SUPPORTED = (
 )
 
 
-def name_here(key: str) -> str | None:
-    """The key here that does what a key of another system does, by its last part.
-
-    Example: ``optim.lr`` is ``optim.learning_rate``.
-    """
-    return NAMES_HERE.get(key.rsplit(".", 1)[-1])
-
-
 def not_supported(key: str, value: Any = None) -> str | None:
     """A sentence where a dotted ``key``, or one below it in ``value``, is of what is not supported.
 

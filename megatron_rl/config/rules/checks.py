@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.data_names import data_problems, entries, weight_problems
+from megatron_rl.config.data_names import data_problems, entries
 from megatron_rl.config.model_config import model_sizes
 from megatron_rl.config.rules.engine_checks import engine_side, replica_problems
 from megatron_rl.config.rules.hardware import Machine, machine_problems
@@ -295,7 +295,12 @@ def _training(config: Config) -> Iterator[str]:
 
 def _paths(config: Config) -> Iterator[str]:
     yield from data_problems("data.train", config.data.train)
-    yield from weight_problems(entries(config.data.train), config.data.train_weights)
+    names, weights = entries(config.data.train), config.data.train_weights
+    if weights is not None and len(weights) != len(names):
+        yield (
+            f"data.train_weights = {list(weights)}: {len(weights)} weights for {len(names)} "
+            "entries of data.train; give one weight for each entry, or null"
+        )
     resume = config.resume.checkpoint
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         yield f"resume.checkpoint = {resume}: no such folder; give auto, never or a checkpoint"

@@ -12,7 +12,10 @@ def source_problems(config: Config) -> Iterator[str]:
     """What does not go together, one sentence each: key, value, remedy."""
     yield from _truncated(config)
     yield from _router_replay(config)
-    yield from _with_hooks(config)
+    for name in config.rollout_hooks:
+        if ROLLOUT_HOOKS[name].changes_temperature:
+            why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
+            yield from _with_old_tokens(config, why, f"leave {name} out")
     if config.env.has_turns:
         yield from _with_turns(config)
     if config.rollout.anneal.schedule is not None:
@@ -145,13 +148,6 @@ def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
             f"mismatch_limits.abort_above = {config.mismatch_limits.abort_above:g}: {age}, so"
             " sampler and trainer differ on purpose; set it to null"
         )
-
-
-def _with_hooks(config: Config) -> Iterator[str]:
-    for name in config.rollout_hooks:
-        if ROLLOUT_HOOKS[name].changes_temperature:
-            why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
-            yield from _with_old_tokens(config, why, f"leave {name} out")
 
 
 def _with_annealing(config: Config) -> Iterator[str]:

@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _REMEDY = "correct the row, or drop it"
 _FORMS = "give paths, {bytes, path} or data:image/...;base64,... URIs"
 
 
+@dataclass(frozen=True)
 class ImageColumn:
     """Reader of the images of a file's rows; every problem goes to ``problems`` with its row.
 
@@ -31,22 +33,19 @@ class ImageColumn:
         vision: of the model; None: it has no vision tower.
     """
 
-    def __init__(
-        self, column: str, folder: Path, vision: VisionProcessor | None, problems: Problems
-    ) -> None:
-        self._column = column
-        self._folder = folder
-        self._vision = vision
-        self._problems = problems
+    column: str
+    folder: Path
+    vision: VisionProcessor | None
+    problems: Problems
 
     def read(self, row: int, value: Any) -> tuple[Image, ...]:
         """``value``: one image or a list of them, in a form of ``_FORMS``; null is none."""
         if value is None or value == []:
             return ()
-        if self._vision is None:
+        if self.vision is None:
             remedy = "give a vision-language model (Qwen2.5-VL), or set data.columns.images=null"
-            what = f"{self._column}: the model of model.path reads no images"
-            self._problems.add(row, what, _count(value), remedy)
+            what = f"{self.column}: the model of model.path reads no images"
+            self.problems.add(row, what, _count(value), remedy)
             return ()
         images = []
         for item in value if isinstance(value, list) else [value]:
@@ -60,15 +59,15 @@ class ImageColumn:
             source = self._source(item)
             content = source.read_bytes() if isinstance(source, Path) else source
             image = _with_header(source, content)
-            assert self._vision is not None
-            self._vision.grid(image)
+            assert self.vision is not None
+            self.vision.grid(image)
         except ValueError as error:
-            self._problems.add(row, f"{self._column}: {error}", _shown(item), _REMEDY)
+            self.problems.add(row, f"{self.column}: {error}", _shown(item), _REMEDY)
             return None
         except OSError as error:
-            what = f"{self._column}: the file cannot be read ({error.strerror})"
-            remedy = f"{_REMEDY}; relative paths start at {self._folder}"
-            self._problems.add(row, what, _shown(item), remedy)
+            what = f"{self.column}: the file cannot be read ({error.strerror})"
+            remedy = f"{_REMEDY}; relative paths start at {self.folder}"
+            self.problems.add(row, what, _shown(item), remedy)
             return None
         return image
 
@@ -83,7 +82,7 @@ class ImageColumn:
         if not isinstance(item, str) or not item:
             raise ValueError(f"not an image; {_FORMS}")
         if not item.startswith(_DATA_URI):
-            return self._folder / item.removeprefix("file://")
+            return self.folder / item.removeprefix("file://")
         head, _, body = item.partition(",")
         if not head.endswith(";base64"):
             raise ValueError("a data URI that is not base64")

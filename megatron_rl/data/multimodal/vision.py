@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from megatron_rl.config.model_config import read_json
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.multimodal.masks import MaskedImage
-from megatron_rl.errors import first_line
+from megatron_rl.errors import concerning
 from megatron_rl.runtime.memory import GIB, available_gib
 from megatron_rl.types import Image
 
@@ -213,14 +213,11 @@ def _load(folder: Path) -> BaseImageProcessor:
     remedy = "copy it again from the model"
     if not (folder / _FILE).is_file():
         raise ValueError(f"model.path: {folder} has no {_FILE}, which images need; {remedy}")
-    try:
+    # The library raises whatever a damaged file leads to.
+    with concerning(f"model.path: {folder / _FILE} cannot be read", remedy):
         processor = AutoImageProcessor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the library raises whatever a damaged file leads to
-        raise ValueError(
-            f"model.path: {folder / _FILE} cannot be read ({first_line(error)}); {remedy}"
-        ) from error
     if not type(processor).__name__.startswith("Qwen2VLImageProcessor") or not processor.do_resize:
         raise ValueError(
             f"model.path: {folder / _FILE} is of a {type(processor).__name__}; the image processor"

@@ -22,8 +22,7 @@ _App = Callable[[_Scope, Callable[[], Awaitable[Message]], _Send], Awaitable[Non
 
 
 class RequireSecret:
-    """ASGI middleware: a request without ``Authorization: Bearer <VLLM_API_KEY>`` gets 401,
-    on every path."""
+    """ASGI middleware: without ``Authorization: Bearer <VLLM_API_KEY>`` every path gives 401."""
 
     def __init__(self, app: _App) -> None:
         """Raises ValueError where there is no key."""

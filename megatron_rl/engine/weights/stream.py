@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_rl.config.model_config import unread_layers
 from megatron_rl.errors import WeightSyncError
 
 MAX_NAMES_SHOWN = 8
@@ -39,10 +40,8 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
     config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
-    unread: tuple[str, ...] = ()
-    if more := config.get("num_nextn_predict_layers"):
-        layers = config["num_hidden_layers"]
-        unread = tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
+    more = config.get("num_nextn_predict_layers") or 0
+    unread = unread_layers(config["num_hidden_layers"], more) if more else ()
     return {
         name: shape
         for name, shape in shapes.items()

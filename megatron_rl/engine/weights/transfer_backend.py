@@ -305,8 +305,7 @@ class ShardTransferEngine(WeightTransferEngine):
             self.staging = None
 
     def _switch(self, version: int) -> None:
-        """Raises nothing, see ``_reported``: a worker that fails refuses to run, with the
-        reason."""
+        """Raises nothing, see ``_reported``: a worker that fails refuses to run and says why."""
         assert self.sink is not None, "a trainer has connected"
         try:
             self.sink.switch(version)
@@ -314,7 +313,6 @@ class ShardTransferEngine(WeightTransferEngine):
             logger.error("weight transfer: %s", error)
 
     def shutdown(self) -> None:
-        """Leaves the trainer's group."""
         self._leave()
         self._end_staging()
 
@@ -379,8 +377,7 @@ def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:
 
 
 def register(connect: _Connect) -> None:
-    """Makes the backend known to vLLM in this process, once; ``connect`` makes the worker's end of
-    the sync."""
+    """Makes the backend known to vLLM, once; ``connect`` makes the worker's end of the sync."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, type("Engine", (ShardTransferEngine,), {"connect": staticmethod(connect)})

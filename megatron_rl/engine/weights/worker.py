@@ -92,8 +92,7 @@ class ShardReceiver:
 
 
 class WeightReceiver:
-    """Mixed into the worker class of the engine (``worker_extension_cls``), next to its
-    ``reload_weights``."""
+    """Mixed into the engine's worker class (``worker_extension_cls``)."""
 
     model_runner: Any  # of the worker class
     vllm_config: Any
@@ -119,7 +118,6 @@ class WeightReceiver:
         self.slot_experts = SlotExperts(self.model_runner)
 
     def kept_experts(self, name: str, num_tokens: int) -> Any:
-        """See ``SlotExperts.read``."""
         return self.slot_experts.read(name, num_tokens)
 
     def zero_positions(self) -> None:
@@ -131,7 +129,6 @@ class WeightReceiver:
             rope.positions.zero_()
 
     def discover_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
-        """See ``ShardReceiver.discover``."""
         return self.shard_receiver.discover(shapes)
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -147,7 +144,6 @@ class WeightReceiver:
         self.receive_weights(self.shard_receiver.stored())
 
     def receive_shards(self, transfer: Transfer) -> None:
-        """See ``ShardReceiver.receive``."""
         self.shard_receiver.receive(transfer)
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -272,8 +268,7 @@ def processing_is_collective(vllm_config: Any) -> bool:
 
 
 class OpenLayers:
-    """The layers of a model in a reload, opened for writing at the first use and processed when
-    complete."""
+    """Layers of a model in a reload, opened at the first write and processed when complete."""
 
     def __init__(
         self, model: nn.Module, keys: Iterable[str], padded: set[str], *, at_end: bool
@@ -294,7 +289,6 @@ class OpenLayers:
         self.opened: set[str] = set()
 
     def parameter(self, key: str) -> Tensor:
-        """The tensor to write to."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
@@ -309,7 +303,6 @@ class OpenLayers:
         return getattr(layer, name)
 
     def written(self, key: str) -> None:
-        """The parameter is complete."""
         path, _, name = key.rpartition(".")
         self.left[path].remove(name)
         if not self.left[path] and not self.at_end:

@@ -37,7 +37,7 @@ from megatron_rl.policy.state.stored_state import (
     stored_parameters,
 )
 from megatron_rl.runtime.device import platform
-from megatron_rl.runtime.launch import from_first_rank, gather_objects
+from megatron_rl.runtime.launch import from_first_rank, on_all_ranks
 
 
 def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
@@ -147,7 +147,7 @@ def _load_tensors(
     objects = _keys_of_objects(sharded)
     for key in objects.values():
         reader.want_object(key)
-    _on_all_ranks(reader.read)
+    on_all_ranks(reader.read, kind=Exception)
     _exchange(shared)
     for put in finish:
         put()
@@ -178,18 +178,3 @@ def _exchange(shared: Sequence[tuple[StoredParameter, Tensor]]) -> None:
             continue
         for rank, (first, end) in item.reads.items():
             dist.broadcast(flat[first:end], dist.get_global_rank(group, rank), group=group)
-
-
-def _on_all_ranks(action: Callable[[], None]) -> None:
-    """Collective: the first rank's error is raised on every rank.
-
-    One that continued alone would wait in the next collective.
-    """
-    error: Exception | None = None
-    try:
-        action()
-    except Exception as raised:  # noqa: BLE001 (raised below, on every rank)
-        error = raised
-    for first in gather_objects(error):
-        if first is not None:
-            raise first from error

@@ -40,7 +40,7 @@ from megatron_rl.policy.not_finite import not_finite
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.precision import assign
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.launch import from_first_rank, gather_objects
+from megatron_rl.runtime.launch import from_first_rank, on_all_ranks
 from megatron_rl.types import Shard
 
 _ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
@@ -169,21 +169,12 @@ def load(
             shape, not finite (unless ``require_finite`` is False), or a stored head that differs
             from the embedding that it is tied to.
     """
-    counts: dict[_ShardKey, int] = {}
-    problem: str | None = None
     own = [item for item in held if ranks is None or _reads(item, ranks)]
-    try:
-        counts = _fill(own, arch, path) if own else {}
-    except ValueError as error:
-        problem = str(error)
-    everyone = gather_objects((problem, counts))
-    for text, _ in everyone:
-        if text is not None:
-            raise ValueError(text)
+    counts = on_all_ranks(lambda: _fill(own, arch, path) if own else {})
     if ranks is not None:
         _copy_to_others(held, ranks)
     if require_finite:
-        _refuse_not_finite(path, [found for _, found in everyone])
+        _refuse_not_finite(path, counts)
 
 
 def _copies_group(item: LocalParameter, ranks: Ranks) -> Any:

@@ -74,8 +74,7 @@ class Run:
 
 
 class Found(NamedTuple):
-    """Runs in the order of the folders and of their names; a sentence on each run that cannot be
-    read, or only in part."""
+    """Runs by folder and name; a sentence on each that cannot be read, or only in part."""
 
     runs: list[Run]
     problems: list[str]

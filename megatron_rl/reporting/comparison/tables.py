@@ -36,8 +36,7 @@ Entry = str | tuple[Path, ...]  # paths: files of a run
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with the same columns, the first of which names the row; ``caption`` says how to read
-    them."""
+    """Rows with the same columns; the first names the row. ``caption`` says how to read them."""
 
     rows: Sequence[Mapping[str, Entry]]
     caption: str = ""
@@ -53,8 +52,7 @@ def number(value: float | None, digits: int = 3, signed: bool = False) -> str:
 
 
 def digits_of(values: Sequence[float]) -> int:
-    """The number of digits after the point for a column of such values: three or more that
-    count."""
+    """Digits after the point for a column of such values: three or more that count."""
     largest = max(map(abs, values), default=0.0)
     if largest >= 1000:
         return 0

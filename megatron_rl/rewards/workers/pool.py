@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.rewards.workers.messages import PoolSetup
@@ -31,34 +32,29 @@ _SECONDS_FOR_A_THREAD = 0.002
 Reply = dict[str, Any]
 
 
+@dataclass
 class WorkerPool:
     """``num_workers`` workers of one server, each served by a thread.
 
-    ``restarts`` counts the workers that died or were killed.
+    ``limit``: seconds for one item, with the key of the configuration that sets them. ``restarts``
+    counts the workers that died or were killed.
     """
 
-    def __init__(
-        self,
-        setup: PoolSetup,
-        *,
-        limit: tuple[str, float],
-        num_workers: int = 1,
-        step_timeout_s: float = math.inf,
-    ) -> None:
-        """``limit``: seconds for one item, with the key of the configuration that sets them."""
-        self.setup = setup
-        self._limit = limit
-        self._num_workers = num_workers
-        self._step_timeout_s = step_timeout_s
-        self._server = WorkerServer(setup)
-        self._workers: list[RewardWorker] = []
-        self._seconds_each = math.inf  # of a verdict, in the last call
-        self._threads = ThreadPoolExecutor(num_workers, "verifier")
-        self.restarts = 0
+    setup: PoolSetup
+    limit: tuple[str, float]
+    num_workers: int = 1
+    step_timeout_s: float = math.inf
+    restarts: int = 0
+    _workers: list[RewardWorker] = field(default_factory=list)
+    _seconds_each: float = math.inf  # of a verdict, in the last call
+
+    def __post_init__(self) -> None:
+        self._server = WorkerServer(self.setup)
+        self._threads = ThreadPoolExecutor(self.num_workers, "verifier")
 
     def start(self) -> None:
         """Starts the workers in the background, so that they import while the trainer builds."""
-        while len(self._workers) < self._num_workers:
+        while len(self._workers) < self.num_workers:
             self._workers.append(self._server.worker())
 
     def wait_until_ready(self) -> None:
@@ -67,7 +63,6 @@ class WorkerPool:
         self._ready(0)
 
     def close(self) -> None:
-        """Ends all workers."""
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
@@ -87,8 +82,8 @@ class WorkerPool:
         self.start()
         # To wake a thread takes longer than many verdicts: the work must be worth it.
         worth = self._seconds_each * len(items) / _SECONDS_FOR_A_THREAD
-        batch = _Batch(items, math.ceil(max(1, min(self._num_workers, len(items), worth))))
-        batch.limit_s = min(at_most_s, self._step_timeout_s)
+        batch = _Batch(items, math.ceil(max(1, min(self.num_workers, len(items), worth))))
+        batch.limit_s = min(at_most_s, self.step_timeout_s)
         began = time.monotonic()
         others = range(1, batch.num_workers)
         served = [self._threads.submit(self._serve, number, batch) for number in others]
@@ -99,8 +94,8 @@ class WorkerPool:
         for end in served:
             end.result()  # raises what its thread met
         self._seconds_each = (time.monotonic() - began) * batch.num_workers / max(1, len(items))
-        key = f"{self._limit[0].partition('.')[0]}.step_timeout_s"
-        problem = f"{key} = {self._step_timeout_s:g} s was used up before its turn"
+        key = f"{self.limit[0].partition('.')[0]}.step_timeout_s"
+        problem = f"{key} = {self.step_timeout_s:g} s was used up before its turn"
         return [reply or _not_judged(problem) for reply in batch.replies]
 
     def _serve(self, number: int, batch: _Batch) -> None:
@@ -115,7 +110,7 @@ class WorkerPool:
 
     def _judge_rows(self, number: int, rows: deque[int], batch: _Batch) -> None:
         worker = self._workers[number]
-        key, seconds = self._limit
+        key, seconds = self.limit
         try:
             ends_at = min(time.monotonic() + seconds + _GRACE_S, batch.ends_at)
             worker.send([batch.items[row] for row in rows], ends_at)

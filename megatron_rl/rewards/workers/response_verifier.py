@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -41,9 +42,9 @@ class ResponseVerifier:
         self._verifiers = {name: verifier_class(name)(setup.options) for name in setup.verifiers}
         self._answer = _compiled(setup.answer_pattern)
         self._format = _compiled(setup.format_pattern)
-        self._alarm = Alarm(setup.options.timeout_s)
-        self._limited = False
-        self._cpu_limited_at = -math.inf
+        processes = any(verifier.starts_processes for verifier in self._verifiers.values())
+        options = setup.options
+        self._limits = WorkerLimits(options.timeout_s, options.memory_bytes, processes)
         for verifier in self._verifiers.values():
             verifier.prepare()
 
@@ -57,22 +58,15 @@ class ResponseVerifier:
         Args:
             name: the verifier; None: only the format is judged.
         """
-        if not self._limited:
-            self._limit()
+        self._limits.renew()
         verdict: dict[str, Any] = {"accuracy": 0.0, "format": 0.0, "problem": None}
         if len(response) > _MAX_RESPONSE_CHARACTERS:
             problem = f"it is too long to judge: over {_MAX_RESPONSE_CHARACTERS} characters"
             return {**verdict, "problem": problem}
-        # Once a second is enough: the call takes longer than many verdicts.
-        if time.monotonic() > self._cpu_limited_at + 1.0:
-            self._cpu_limited_at = time.monotonic()
-            limit_cpu_seconds(self._setup.options.timeout_s + 1.0)
         # A scorer that draws random numbers gives one response one verdict, whatever came before.
-        random.seed(0)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(0)
+        seed_libraries(0)
         try:
-            with self._alarm:
+            with self._limits:
                 self._fill(verdict, name, task, response)
         except OutOfTimeError:
             limit = f"reward.timeout_s = {self._setup.options.timeout_s:g} s"
@@ -113,35 +107,47 @@ class ResponseVerifier:
         except Exception as error:  # noqa: BLE001 - as above
             return Verdict(0.0, reason(error))
 
-    def _limit(self) -> None:
-        """Once in each worker: the server itself must stay free to fork."""
-        processes = any(verifier.starts_processes for verifier in self._verifiers.values())
-        limit_processes_and_memory(self._setup.options.memory_bytes, processes=processes)
-        self._alarm.prepare()
-        self._limited = True
-
 
 def _compiled(pattern: str | None) -> ResponsePattern | None:
     return None if pattern is None else ResponsePattern(pattern)
 
 
-class Alarm:
-    """``with alarm:`` raises OutOfTimeError inside after ``seconds``.
+def seed_libraries(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
 
-    It raises again every ``_AGAIN_S`` for code that catches it.
+
+@dataclass
+class WorkerLimits:
+    """Of a worker: ``renew`` before each item, then ``with limits:``, which raises OutOfTimeError
+    inside after ``seconds``.
+
+    It raises again every ``_AGAIN_S`` for code that catches it. ``processes``: it may start some.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._armed = False
+    seconds: float
+    memory_bytes: int
+    processes: bool
+    _is_set: bool = False
+    _cpu_limited_at: float = -math.inf
+    _armed: bool = False
 
-    def prepare(self) -> None:
-        """Once in each process that uses it."""
-        signal.signal(signal.SIGALRM, self._ring)
+    def renew(self) -> None:
+        """Outside of what turns errors of an item's code into its problem."""
+        # Not before the first item: the server itself must stay free to fork.
+        if not self._is_set:
+            limit_processes_and_memory(self.memory_bytes, processes=self.processes)
+            signal.signal(signal.SIGALRM, self._ring)
+            self._is_set = True
+        # Once a second is enough: the call takes longer than many verdicts.
+        if time.monotonic() > self._cpu_limited_at + 1.0:
+            self._cpu_limited_at = time.monotonic()
+            limit_cpu_seconds(self.seconds + 1.0)
 
     def __enter__(self) -> None:
         self._armed = True
-        signal.setitimer(signal.ITIMER_REAL, self._seconds, _AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds, _AGAIN_S)
 
     def __exit__(self, *raised: object) -> None:
         self._armed = False

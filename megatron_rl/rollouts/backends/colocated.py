@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rl.data.token_rows import RowNumbers
@@ -28,6 +28,7 @@ from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.types import Prompt, Sampling, SyncReport
 
 
+@dataclass
 class Colocation:
     """Who holds the memory of a device that policy and engine share: they take turns.
 
@@ -38,25 +39,15 @@ class Colocation:
     after the sync, which reads them.
     """
 
-    def __init__(
-        self,
-        policy: Offloadable,
-        engine: RolloutEngine,
-        weight_sync: WeightSync,
-        offload: Sequence[str],
-        ledger: Ledger,
-        check: LogprobCheck | None = None,
-    ) -> None:
-        self._policy = policy
-        self.engine = engine
-        self.weight_sync = weight_sync
-        self._check = check
-        self._before_sync = [part for part in offload if part != "weights"]
-        self._after_sync = [part for part in offload if part == "weights"]
-        self._published: int | None = None  # None: the engine must generate nothing
-        self._reload_s = 0.0  # since the last publication
-        self.ledger = ledger
-        self.owner: Literal["policy", "engine"] = "policy"
+    policy: Offloadable
+    engine: RolloutEngine
+    weight_sync: WeightSync
+    offload: Sequence[str]
+    ledger: Ledger
+    check: LogprobCheck | None = None
+    owner: Literal["policy", "engine"] = "policy"
+    _published: int | None = None  # None: the engine must generate nothing
+    _reload_s: float = 0.0  # since the last publication
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -84,8 +75,7 @@ class Colocation:
         self.ledger.record("generate")
 
     def publish(self, version: int) -> SyncReport:
-        """See protocols.RolloutSource. The report has the memory of all phases since the last
-        one."""
+        """See protocols.RolloutSource. The report has the memory of all phases since the last."""
         self.ledger.record("update")
         report = self._sync(version)
         measured = self.ledger.end_step() | {"time/reload_s": self._reload_s}
@@ -96,28 +86,27 @@ class Colocation:
         self._published = None  # whatever fails from here on, the engine generates nothing
         with self.policy_restored():
             # The policy scores first: its weights may be off the device when the engine is awake.
-            expected = None if self._check is None else self._check.expected(version)
+            expected = None if self.check is None else self.check.expected(version)
             with self.to_engine():
                 report = self.weight_sync.sync(version)
                 self.ledger.record("sync")
-            if self._check is not None and expected is not None:
-                report = self._check.check(report, expected)
+            if self.check is not None and expected is not None:
+                report = self.check.check(report, expected)
         self._published = version
         return report
 
     @contextmanager
     def to_engine(self) -> Iterator[None]:
-        """The engine's turn from its end on. Inside, both sides hold their weights: the moment of a
-        weight sync."""
+        """The engine's turn from its end on; inside both hold their weights: the weight sync."""
         assert self.owner == "policy", "the engine has the memory already"
         self.owner = "engine"
         with self.policy_restored():
-            self._policy.offload(self._before_sync)
+            self.policy.offload([part for part in self.offload if part != "weights"])
             self.ledger.record("offload")
             self.engine.wake(("weights",))
             self.ledger.record("wake_weights")
             yield
-            self._policy.offload(self._after_sync)
+            self.policy.offload([part for part in self.offload if part == "weights"])
             self.engine.wake(("kv_cache",))
             self.ledger.record("wake_kv_cache")
 
@@ -128,14 +117,13 @@ class Colocation:
             return
         self.engine.sleep()
         self.ledger.record("sleep")
-        self._policy.reload()
+        self.policy.reload()
         self.ledger.record("reload")
         self.owner = "policy"
 
     @contextmanager
     def policy_restored(self) -> Iterator[None]:
-        """Passes an exception on after the policy has its memory again; a note on it says what did
-        not come back."""
+        """Passes an exception on when the policy has its memory; notes what did not come back."""
         try:
             yield
         except BaseException as error:
@@ -144,7 +132,7 @@ class Colocation:
             raise
 
     def _clean_up(self, error: BaseException) -> None:
-        actions = {"engine.sleep": self.engine.sleep, "policy.reload": self._policy.reload}
+        actions = {"engine.sleep": self.engine.sleep, "policy.reload": self.policy.reload}
         for name, action in actions.items():
             try:
                 action()

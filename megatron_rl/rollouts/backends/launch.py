@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,34 +33,28 @@ _SHORTEST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.1
 
 
+@dataclass
 class LaunchBackend:
     """Generations of a launch, one after the other; implements ``GenerationBackend`` by tasks that
     rank 0 collects for each replica, and sends."""
 
-    def __init__(
-        self,
-        engine: Generator,
-        rewards: RewardThread,
-        world: World,
-        display: Display,
-        turns: Turns | None = None,
-    ) -> None:
-        self.turns = turns
-        self._engine = engine
-        self._rewards = rewards
-        self._world = world
-        self._display = display
-        self._queues = StoreQueue(world)
-        self._ranks_per_replica = world.size // engine.num_replicas
+    engine: Generator
+    rewards: RewardThread
+    world: World
+    display: Display
+    turns: Turns | None = None
+    _team: Any = None  # of the ranks of a replica, made when it is needed first
+    _tasks: dict[int, ReplicaTask] = field(default_factory=lambda: defaultdict(ReplicaTask))
+
+    def __post_init__(self) -> None:
+        self._queues = StoreQueue(self.world)
+        self._ranks_per_replica = self.world.size // self.engine.num_replicas
         # The first rank of each replica.
-        self.leaders: Ranks = np.arange(0, world.size, self._ranks_per_replica)
-        self._team: Any = None  # of the ranks of a replica, made when it is needed first
-        self._tasks: dict[int, ReplicaTask] = defaultdict(ReplicaTask)
+        self.leaders: Ranks = np.arange(0, self.world.size, self._ranks_per_replica)
 
     @property
     def leader(self) -> int:
-        """The first rank of this replica."""
-        return int(self.leaders[self._engine.replica])
+        return int(self.leaders[self.engine.replica])
 
     # See GenerationBackend
 
@@ -90,14 +85,14 @@ class LaunchBackend:
 
     def dispatcher(self, job: GenerationJob, scheduler: Scheduler) -> Dispatcher:
         """For rank 0. Its workers are the replicas."""
-        for replica in range(self._engine.num_replicas):
-            scheduler.queue.join(worker_name(replica), self._engine.capacity, scheduler.version)
-        return Dispatcher(job, scheduler, self, self._rewards)
+        for replica in range(self.engine.num_replicas):
+            scheduler.queue.join(worker_name(replica), self.engine.capacity, scheduler.version)
+        return Dispatcher(job, scheduler, self, self.rewards)
 
     def answers(self, job: GenerationJob, what: str, clock: Clock) -> SampledStep:
         """Collective: a job of one step, with the weights that the engines have."""
-        dispatcher = self.dispatcher(job, Scheduler(job.rules)) if self._world.is_main else None
-        return SampledStep.of(self.run(job, dispatcher, what, clock), job, self._world.rank)
+        dispatcher = self.dispatcher(job, Scheduler(job.rules)) if self.world.is_main else None
+        return SampledStep.of(self.run(job, dispatcher, what, clock), job, self.world.rank)
 
     def run(
         self, job: GenerationJob, dispatcher: Dispatcher | None, what: str, clock: Clock
@@ -105,14 +100,14 @@ class LaunchBackend:
         """Collective: until the next step of ``dispatcher`` (on rank 0) has its groups. The clock
         counts as ``reward`` the time in which all is sampled and scores are waited for, which rank
         0 knows, and as ``rollout`` the rest. ``what``: for the display."""
-        world = self._world
+        world = self.world
         number = world.rank - self.leader
-        team = (number, self._ranks_per_replica)
-        replica = Replica(self._engine, self._rewards, job, team, self.turns)
+        place = (number, self._ranks_per_replica)
+        replica = Replica(self.engine, self.rewards, job, *place, self.turns)
         clock.add({"rollout": 0.0, "reward": 0.0})  # a metric of every step, also where it is 0
-        with self._display.phase(f"{what}: generating", announced=False):
+        with self.display.phase(f"{what}: generating", announced=False):
             self._generate(replica, dispatcher, what, clock)
-        self._rewards.forget()
+        self.rewards.forget()
         if self.turns is not None:
             self.turns.forget()
 
@@ -131,7 +126,7 @@ class LaunchBackend:
         self, replica: Replica, dispatcher: Dispatcher | None, what: str, clock: Clock
     ) -> None:
         """One turn after the other, until rank 0 says that it is over."""
-        report = self._display.generating(what)
+        report = self.display.generating(what)
         pause_s = _SHORTEST_PAUSE_S
         is_over = False
         while not is_over:
@@ -151,21 +146,21 @@ class LaunchBackend:
                     self._queues.send(_TO_MAIN, events)
                 if has_heard or tasks or events or replica.is_busy:
                     pause_s = _SHORTEST_PAUSE_S
-                elif self._world.rank == self.leader:  # the others wait for its broadcast
+                elif self.world.rank == self.leader:  # the others wait for its broadcast
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _next_tasks(self) -> list[ReplicaTask]:
         """What this replica is to do, in order: equal on all of its ranks."""
         tasks: list[ReplicaTask] = []
-        if self._world.rank == self.leader:
-            tasks = self._queues.receive(_queue(self._engine.replica))
+        if self.world.rank == self.leader:
+            tasks = self._queues.receive(_queue(self.engine.replica))
             if self.turns is not None and (outcomes := self.turns.take()):
                 tasks.append(ReplicaTask(outcomes=outcomes))
         if self._ranks_per_replica == 1:
             return tasks
         if self._team is None:
-            self._team = self._world.team(self._ranks_per_replica)
+            self._team = self.world.team(self._ranks_per_replica)
         carried: list[Any] = [tasks]
         dist.broadcast_object_list(carried, src=self.leader, group=self._team)
         return carried[0]

@@ -38,7 +38,6 @@ class LoopThread:
         return outcome.result()
 
     def stop(self) -> None:
-        """Ends the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -49,7 +48,6 @@ class LoopThread:
         return task
 
     def cancel_all(self) -> None:
-        """Ends the tasks of ``spawn``."""
         for task in list(self._alive):
             task.cancel()
 

@@ -71,7 +71,6 @@ class FleetReadiness:
         return self.servers.setdefault(name, Server(url))
 
     def forget(self, name: str) -> Server | None:
-        """A server is marked dead."""
         self.newcomers.pop(name, None)
         return self.servers.pop(name, None)
 
@@ -162,8 +161,7 @@ class FleetReadiness:
         return None if is_switching or self._to_switch() else True
 
     def newest(self) -> list[str] | None:
-        """The servers with the newest weights; none where no server has or will have them
-        unasked."""
+        """Servers with the newest weights; none where no server has or will have them unasked."""
         workers = self._scheduler.queue.workers
         version = self._scheduler.version
         names = sorted(name for name in self.at_work if workers[name].version == version)

@@ -54,46 +54,43 @@ class Open(NamedTuple):
     got: Completion | None = None
 
 
+@dataclass
 class Replica:
-    """This rank's part of one generation: what runs here, and where its tokens go."""
+    """This rank's part of one generation: what runs here, and where its tokens go.
 
-    def __init__(
-        self,
-        engine: Generator,
-        rewards: RewardThread,
-        job: GenerationJob,
-        team: tuple[int, int],
-        turns: Turns | None = None,
-    ) -> None:
-        """``team``: number of this rank among those of its replica, and how many they are;
-        ``turns``: None where a response has one."""
-        self.num_tokens = 0  # sampled, of all responses that are no longer running
-        self._engine = engine
-        self._rewards = rewards
-        self._job = job
-        self._number, self._num_ranks = team
-        self._num_ended = 0
-        self._turns = turns
-        self._running: dict[int, Open] = {}  # by the engine's request id
-        # Those whose environment is asked, by a number that is equal on all ranks of the replica.
-        self._waiting: dict[Hashable, Open] = {}
-        self._num_asked = 0
-        self._events: list[Event] = []  # told with the next that happens
-        self._said_progress = time.monotonic()
-        self._level: int | None = None
+    Attributes:
+        number: Of this rank among the ``num_ranks`` of its replica.
+        turns: None where a response has one.
+        num_tokens: Sampled, of all responses that are no longer running.
+    """
+
+    engine: Generator
+    rewards: RewardThread
+    job: GenerationJob
+    number: int
+    num_ranks: int
+    turns: Turns | None = None
+    num_tokens: int = 0
+    _num_ended: int = 0
+    _running: dict[int, Open] = field(default_factory=dict)  # by the engine's request id
+    # Those whose environment is asked, by a number that is equal on all ranks of the replica.
+    _waiting: dict[Hashable, Open] = field(default_factory=dict)
+    _num_asked: int = 0
+    _events: list[Event] = field(default_factory=list)  # told with the next that happens
+    _said_progress: float = field(default_factory=time.monotonic)
+    _level: int | None = None
 
     @property
     def is_busy(self) -> bool:
         return bool(self._running)
 
     def apply(self, task: ReplicaTask) -> None:
-        """Begins and stops."""
         if task.level is not None:
             self._level = task.level
         stop = set(task.stop)
         running = self._running.items()
         stopped = [number for number, one in running if task.is_end or one.wanted.request in stop]
-        self.num_tokens += self._engine.abort(stopped)
+        self.num_tokens += self.engine.abort(stopped)
         for number in stopped:
             del self._running[number]
         waiting = self._waiting.items()
@@ -123,73 +120,72 @@ class Replica:
             together[one.wanted.request.group, turn].append(one)
         for (group, turn), several in together.items():
             first = several[0].wanted
-            prompt = self._job.stream.prompt(group, first.visit)
-            sampling = self._job.plan(first.step, prompt, first.request.version, turn)
+            prompt = self.job.stream.prompt(group, first.visit)
+            sampling = self.job.plan(first.step, prompt, first.request.version, turn)
             tokens = {one.wanted.request.response: self._so_far(one) for one in several}
             so_far = {response: there for response, there in tokens.items() if there}
-            numbers = self._engine.submit(prompt, list(tokens), sampling, so_far)
+            numbers = self.engine.submit(prompt, list(tokens), sampling, so_far)
             self._running.update(zip(numbers, several, strict=True))
 
     def _so_far(self, one: Open) -> Sequence[int]:
         if one.got is not None:
             return one.got.token_ids
-        return self._job.store.so_far(one.wanted.request.place)
+        return self.job.store.so_far(one.wanted.request.place)
 
     def work(self) -> list[Event]:
         """The engine works for a moment; what rank 0 is to hear of it from this rank."""
-        worker = worker_name(self._engine.replica)
-        for number, new in self._engine.poll() if self._running else ():
+        worker = worker_name(self.engine.replica)
+        for number, new in self.engine.poll() if self._running else ():
             one = self._running.pop(number)
             self.num_tokens += len(new.token_ids)
             self._turn_ended(one, joined(one.got, new))
         paused = self._pause()
-        if self._number == 0:
+        if self.number == 0:
             self._events += [Unfinished(worker, request, is_paused=True) for request in paused]
         events, self._events = self._events, []
-        events += [Scored(one.request, score) for one, score in self._rewards.take()]
+        events += [Scored(one.request, score) for one, score in self.rewards.take()]
         now = time.monotonic()
-        if self._number == 0 and (events or now > self._said_progress + _PROGRESS_EVERY_S):
+        if self.number == 0 and (events or now > self._said_progress + _PROGRESS_EVERY_S):
             self._said_progress = now
-            lengths = self._engine.running_lengths()
+            lengths = self.engine.running_lengths()
             num_tokens = self.num_tokens + sum(lengths.values())
             events.append(WorkerProgress(worker, num_tokens, max(lengths.values(), default=0)))
         return events
 
     def _turn_ended(self, one: Open, got: Completion) -> None:
         """``got``: all that the step has of the response."""
-        if self._turns is None:
+        if self.turns is None:
             self._end(one, got, None)
-        elif not self._turns.asks(got):
-            self._end(one, got, self._turns.ended(got))
+        elif not self.turns.asks(got):
+            self._end(one, got, self.turns.ended(got))
         else:
             self._num_asked += 1
             self._waiting[self._num_asked] = one._replace(got=got)
-            if self._number == 0:
+            if self.number == 0:
                 wanted = one.wanted
-                prompt = self._job.stream.prompt(wanted.request.group, wanted.visit)
-                most = self._job.plan.of_step(wanted.step).max_response_tokens
+                prompt = self.job.stream.prompt(wanted.request.group, wanted.visit)
+                most = self.job.plan.of_step(wanted.step).max_response_tokens
                 response = wanted.request.response
-                self._turns.give(Waiting(self._num_asked, prompt, response, got, most, one.began_s))
+                self.turns.give(Waiting(self._num_asked, prompt, response, got, most, one.began_s))
 
     def _end(self, one: Open, got: Completion, outcome: Outcome | None) -> None:
-        """A response is complete."""
         request = one.wanted.request
         if outcome is not None and outcome.truncated:
             got = replace(got, truncated=True)
-        completion = self._job.store.add(request.place, got)
-        if self._num_ended % self._num_ranks == self._number:
-            prompt = self._job.stream.prompt(request.group, one.wanted.visit)
-            self._rewards.give(request, prompt, completion, outcome)
+        completion = self.job.store.add(request.place, got)
+        if self._num_ended % self.num_ranks == self.number:
+            prompt = self.job.stream.prompt(request.group, one.wanted.visit)
+            self.rewards.give(request, prompt, completion, outcome)
         self._num_ended += 1
-        if self._number == 0:
-            self._events.append(Ended.of(worker_name(self._engine.replica), request, completion))
+        if self.number == 0:
+            self._events.append(Ended.of(worker_name(self.engine.replica), request, completion))
 
     def _pause(self) -> list[Request]:
         """Ends what has come to the level of the step, and keeps its tokens."""
         if self._level is None:
             return []
-        assert self._turns is None, "partial rollouts have one turn"
-        lengths = self._engine.running_lengths()
+        assert self.turns is None, "partial rollouts have one turn"
+        lengths = self.engine.running_lengths()
         running = self._running.items()
         numbers = [
             number for number, one in running if one.wanted.begin + lengths[number] >= self._level
@@ -197,8 +193,8 @@ class Replica:
         if not numbers:
             return []
         requests = [self._running.pop(number).wanted.request for number in numbers]
-        for request, new in zip(requests, self._engine.pause(numbers), strict=True):
-            self._job.store.add(request.place, new)
+        for request, new in zip(requests, self.engine.pause(numbers), strict=True):
+            self.job.store.add(request.place, new)
             self.num_tokens += len(new.token_ids)
         return requests
 

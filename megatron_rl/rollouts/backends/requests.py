@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 
 from megatron_rl.engine.serving.client import ServerClient, ServerLostError
@@ -44,12 +43,6 @@ def check_versions(request: Request, completion: Completion, *, exact: bool) -> 
             f"{'' if exact else ' or newer'} comes from {versions}; another program may have"
             " sent weights to a server of this run"
         )
-
-
-def stamped(completion: Completion, version: int) -> Completion:
-    """Of a paused response, whose server does not say with which weights it was sampled: in
-    lockstep those of its request."""
-    return Completion(completion.token_ids, completion.sampler_logprobs, False, version)
 
 
 @dataclass(frozen=True)
@@ -259,14 +252,19 @@ class ServerRequests:
         the turns before; partial rollouts continue what is there from earlier steps."""
         request, fleet = wanted.request, self._fleet
         client = fleet.clients[worker]
+
+        def is_enough(num_tokens: int) -> bool:
+            """Whether the response has come to the level of its step."""
+            return self._level is not None and wanted.begin + num_tokens >= self._level
+
         with fleet.parts.timeouts.waiting(worker, sampling.max_response_tokens) as answered:
             if self.job.rules.is_partial:
                 so_far = self.job.store.so_far(request.place)
-                is_enough = partial(self._is_enough, wanted.begin)
                 new, is_paused = await client.generate_until(
                     prompt, sampling, request.response, so_far, is_enough
                 )
-                new = stamped(new, request.version) if is_paused else new
+                if is_paused:  # no server says with which weights: in lockstep those asked for
+                    new = replace(new, weight_version=request.version, spans=())
             else:
                 new = await client.generate(prompt, sampling, request.response, so_far)
                 is_paused = False
@@ -274,10 +272,6 @@ class ServerRequests:
         self.num_tokens += len(new.token_ids)
         check_versions(request, new, exact=self.job.rules.lockstep)
         return new, is_paused
-
-    def _is_enough(self, begin: int, num_tokens: int) -> bool:
-        """Whether a response has come to the level of its step."""
-        return self._level is not None and begin + num_tokens >= self._level
 
     def step_is_taken(self) -> None:
         """The next step has another level."""

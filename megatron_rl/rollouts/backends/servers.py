@@ -154,7 +154,6 @@ class ServerBackend:
 
     @in_thread
     async def take(self) -> SampledStep:
-        """The next step."""
         summary = self._training.dispatcher.take()
         if self._parts.turns is not None:
             self._parts.turns.begin_step()
@@ -210,7 +209,6 @@ class ServerBackend:
         return {**self._training.dispatcher.state(), **self._job.state()}
 
     def close(self) -> None:
-        """Ends all requests and the thread."""
         self._thread.call(self._end())
         self._thread.stop()
         self._fleet.rewards.close()

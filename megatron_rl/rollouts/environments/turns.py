@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.model_config import read_json
 from megatron_rl.config.schema import Config
-from megatron_rl.errors import first_line
+from megatron_rl.errors import concerning
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.build import as_task
 from megatron_rl.rewards.workers.pool import WorkerPool
@@ -253,13 +253,9 @@ def _show_tools(
 ) -> None:
     schemas: list[Any] = []
     for function in functions:
-        try:
+        remedy = "give its arguments type hints, and a docstring with a line for each below Args:"
+        with concerning(f"env.tools: {function} has no schema", remedy):
             schemas.append(get_json_schema(function))
-        except Exception as error:
-            raise ValueError(
-                f"env.tools: {function} has no schema ({first_line(error)}); give its arguments"
-                " type hints, and a docstring with a line for each below Args:"
-            ) from error
     render = tokenizer.apply_chat_template
 
     def with_tools(*arguments: Any, **more: Any) -> Any:

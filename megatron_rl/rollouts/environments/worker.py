@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
-import sys
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +12,9 @@ import megatron_rl.rollouts.environments.tools  # noqa: F401 (registers the pack
 from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.workers.messages import PoolSetup, reason
 from megatron_rl.rewards.workers.response_verifier import (
-    Alarm,
     OutOfTimeError,
-    limit_cpu_seconds,
-    limit_processes_and_memory,
+    WorkerLimits,
+    seed_libraries,
 )
 from megatron_rl.rewards.workers.values import score
 from megatron_rl.rollouts.environments.base import (
@@ -60,26 +56,16 @@ class Episodes:
         self._settings = settings
         self._class = environment_class(settings.name)
         self._open: OrderedDict[tuple[str, int], tuple[list[str], Environment]] = OrderedDict()
-        self._alarm = Alarm(settings.timeout_s)
-        self._is_limited = False
-        self._cpu_limited_at = -1.0
+        processes = self._class.starts_processes
+        self._limits = WorkerLimits(settings.timeout_s, settings.memory_bytes, processes)
 
     def verify(self, task: Task, seed: int, turns: Sequence[str]) -> dict[str, Any]:
         """What follows the last turn: ``messages``, ``done`` (``reward``, ``accuracy`` and
         ``parts``, or empty where it gives no reward), or ``problem``; ``last`` as of
         ``ResponseVerifier.verify``. ``turns``: all texts so far."""
-        if not self._is_limited:
-            # The server itself must stay free to fork.
-            limit_processes_and_memory(
-                self._settings.memory_bytes, processes=self._class.starts_processes
-            )
-            self._alarm.prepare()
-            self._is_limited = True
-        if time.monotonic() > self._cpu_limited_at + 1.0:
-            self._cpu_limited_at = time.monotonic()
-            limit_cpu_seconds(self._settings.timeout_s + 1.0)
+        self._limits.renew()
         try:
-            with self._alarm:
+            with self._limits:
                 return self._answer(task, seed, turns)
         except OutOfTimeError:
             limit = f"env.timeout_s = {self._settings.timeout_s:g} s"
@@ -98,12 +84,12 @@ class Episodes:
             # One that remembers nothing needs none of the turns before the last.
             seen = [] if self._class.remembers else list(turns[:-1])
             environment = self._class(self._settings)
-            _seed(seed)
+            seed_libraries(seed)
             environment.start(task, seed)
         said: Any = None
         for number in range(len(seen), len(turns)):
             of_turn = turn_seed(seed, number)
-            _seed(of_turn)
+            seed_libraries(of_turn)
             environment.earlier = turns[:number]
             said = environment.step(turns[number], of_turn)
         if isinstance(said, Done):
@@ -171,9 +157,3 @@ def turn_seed(seed: int, turn: int) -> int:
     """Of the environment in one turn, counted from 0."""
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)

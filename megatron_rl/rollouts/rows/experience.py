@@ -21,8 +21,7 @@ from megatron_rl.types import Completion, Prompt, Score, SequenceLengths
 
 @dataclass(frozen=True)
 class Response:
-    """One completion with its text and verdict: what a rollout hook or a log is shown, on rank
-    0."""
+    """One completion with text and verdict: what a hook or a log is shown, on rank 0."""
 
     prompt: Prompt
     completion: Completion

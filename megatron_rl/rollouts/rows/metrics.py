@@ -50,8 +50,7 @@ class Clock:
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """Rewards, where any was judged, lengths and truncation of one rollout phase, of the responses
-    that were sampled."""
+    """Rewards, where any was judged, lengths and truncation of the responses that were sampled."""
     rows = _sampled(experience)
     lengths = experience.loss_tokens[rows].double()
     rewards = experience.rewards[rows]

@@ -162,8 +162,7 @@ def bounded(action: Callable[[], bool]) -> bool:
 
 
 def connect(timeout_s: float = 30.0) -> Any:
-    """Another connection to the store of the launch: the one of the process group belongs to the
-    main thread."""
+    """Another connection to the launch's store: that of the group is the main thread's."""
     import torch.distributed as dist  # here: a rank may fail before it has loaded it
 
     return dist.TCPStore(

@@ -292,8 +292,7 @@ def answer_signal() -> None:
 
 
 def ask(pid: int) -> None:
-    """Makes another process, which has called ``answer_signal``, write its stacks; nothing where it
-    has ended."""
+    """Makes a process that has called ``answer_signal`` write its stacks, if it lives."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, _STACKS_SIGNAL)
 

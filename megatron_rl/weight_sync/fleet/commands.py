@@ -51,8 +51,7 @@ class HttpServer:
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, method: str = "POST", **query: Any
     ) -> Any:
-        """The answer of the server, parsed. Raises ConnectionError with what is wrong and what to
-        do."""
+        """The parsed answer. Raises ConnectionError with what is wrong and what to do."""
         url = f"{self.url}/{path}" + (f"?{urlencode(query)}" if query else "")
         data = None if body is None else json.dumps(body).encode()
         connection = self._connected(f"{method} {url}")
@@ -113,12 +112,10 @@ class HttpServer:
         return answer["world_size"]
 
     def pause(self, in_flight: InFlight) -> None:
-        """No request is scheduled until ``resume``. Requests under way are waited for, aborted, or
-        kept for later."""
+        """Schedules nothing until ``resume``; requests under way are awaited, aborted or kept."""
         self.call("pause", mode=in_flight)
 
     def resume(self) -> None:
-        """Schedules requests again."""
         self.call("resume")
 
     def init_transfer(self, info: Mapping[str, Any]) -> None:

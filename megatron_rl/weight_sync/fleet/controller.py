@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -24,8 +24,7 @@ _LOOK_EVERY_S = 2.0
 
 
 class ServersError(RuntimeError):
-    """A step that needs all servers did not begin. ``lost``: those that cannot take part, and
-    why."""
+    """A step of all servers did not begin. ``lost``: those that cannot take part, and why."""
 
     def __init__(self, lost: Mapping[str, str]) -> None:
         super().__init__(dict(lost))  # pickle makes the error again from this
@@ -52,6 +51,7 @@ class StepOutcome(NamedTuple):
     problems: _Reasons
 
 
+@dataclass
 class FleetController:
     """Gives commands to all servers of a group. A command that begins a step of all (a connection,
     an update) returns only when the step ends, and rank 0 itself takes part in it: threads wait for
@@ -62,33 +62,30 @@ class FleetController:
     An update replaces the weights of servers that are paused from ``begin`` to ``end_update``; or
     new weights are staged, while servers sample with their old ones throughout, and
     ``commands.switch_weights`` makes them continue with the new ones.
+
+    Attributes:
+        servers: by name; their workers have their ranks in this order.
+        in_flight: what becomes of requests under way when a server is paused.
     """
 
-    def __init__(
-        self,
-        servers: Mapping[str, HttpServer],
-        options: TransferOptions,
-        secret: str,
-        in_flight: InFlight,
-    ) -> None:
-        """``servers``: by name; their workers have their ranks in this order. ``in_flight``: what
-        becomes of requests under way when a server is paused."""
-        self._servers = dict(servers)
-        self._options = options
-        self._peer_timeout_s = peer_timeout_s(options.timeout_s)
-        self._secret = secret
-        self._in_flight: InFlight = in_flight
-        self._is_staged = False  # the update that has begun last
-        self._pool = ThreadPoolExecutor(len(servers))
-        self._updates = 0
-        self._step = ""
-        self._commands: dict[str, Future[None]] = {}
-        self._store: dist.TCPStore | None = None
-        self._barrier: Barrier | None = None
-        self._ranks: dict[str, range] = {}
-        self._late_at = 0.0
-        self._report_by = math.inf
-        self._silent: set[str] = set()  # their commands may never be answered
+    servers: Mapping[str, HttpServer]
+    options: TransferOptions
+    secret: str
+    in_flight: InFlight
+    _is_staged: bool = False  # the update that has begun last
+    _updates: int = 0
+    _step: str = ""
+    _commands: dict[str, Future[None]] = field(default_factory=dict)
+    _store: dist.TCPStore | None = None
+    _barrier: Barrier | None = None
+    _ranks: dict[str, range] = field(default_factory=dict)
+    _late_at: float = 0.0
+    _report_by: float = math.inf
+    _silent: set[str] = field(default_factory=set)  # their commands may never be answered
+
+    def __post_init__(self) -> None:
+        self._peer_timeout_s = peer_timeout_s(self.options.timeout_s)
+        self._pool = ThreadPoolExecutor(len(self.servers))
 
     def connect(self, num_trainers: int, device_type: str) -> tuple[str, int, int]:
         """Sends the workers the address of the store and waits for them. Returns address and port
@@ -104,18 +101,18 @@ class FleetController:
             size += num_workers
         own = _shared_address(addresses.values())
         # No local name for it, which the traceback of an error would keep: see ``close``.
-        self._store = serve_store(own, self._options.timeout_s)
-        self._barrier = Barrier(self._store, self._secret)
+        self._store = serve_store(own, self.options.timeout_s)
+        self._barrier = Barrier(self._store, self.secret)
         info = {
             "port": self._store.port,
             "size": size,
             "device": device_type,
-            "options": asdict(self._options),
+            "options": asdict(self.options),
         }
 
         def init(name: str) -> None:
             own_info = {"address": addresses[name], "first_rank": self._ranks[name].start}
-            self._servers[name].init_transfer({**info, **own_info})
+            self.servers[name].init_transfer({**info, **own_info})
 
         self._begin_step("init", init)
         return own, self._store.port, size
@@ -130,7 +127,7 @@ class FleetController:
     def _pause(self, server: HttpServer) -> None:
         """One that cannot pause resumes."""
         try:
-            server.pause(self._in_flight)
+            server.pause(self.in_flight)
         except NotReachedError:
             raise
         except ConnectionError as error:
@@ -151,7 +148,7 @@ class FleetController:
         info = {"step": step, "version": version}
 
         def carry_out(name: str) -> None:
-            server = self._servers[name]
+            server = self.servers[name]
             if not self._is_staged:
                 server.update(info)
                 return
@@ -171,7 +168,7 @@ class FleetController:
         if self._barrier.has_reported(step, self._ranks[name]):
             return True
         if time.monotonic() > self._report_by:
-            limit_s = self._options.timeout_s
+            limit_s = self.options.timeout_s
             raise ConnectionError(
                 f"its workers have not reported within {limit_s:g} s how it ended"
             )
@@ -179,7 +176,7 @@ class FleetController:
 
     def _expect_reports(self) -> None:
         """This side has ended its part of the step."""
-        self._report_by = min(self._report_by, time.monotonic() + self._options.timeout_s)
+        self._report_by = min(self._report_by, time.monotonic() + self.options.timeout_s)
 
     def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
         """Gives the command and waits until every worker is about to begin the step."""
@@ -187,7 +184,7 @@ class FleetController:
         self._step = step
         self._late_at = time.monotonic() + self._peer_timeout_s
         self._report_by = math.inf
-        self._commands = {name: self._pool.submit(command, name) for name in self._servers}
+        self._commands = {name: self._pool.submit(command, name) for name in self.servers}
         all_ranks = [rank for ranks in self._ranks.values() for rank in ranks]
         problems = self._barrier.release(step, all_ranks, self._absent)
         lost = {}
@@ -199,8 +196,7 @@ class FleetController:
             raise ServersError(lost)
 
     def _absent(self) -> dict[int, str]:
-        """The workers that will not come, since their command is over or the others have waited
-        long enough, and why."""
+        """Workers that will not come, as their command or their time is over, and why."""
         assert self._barrier is not None, "connect first"
         is_late = time.monotonic() > self._late_at
         reasons: dict[int, str] = {}
@@ -247,7 +243,7 @@ class FleetController:
         """After an update that every rank refused: the servers continue with their old weights.
         Returns those that cannot."""
         ends = self.ends()
-        willing = set(self._servers) - set(ends.lost) - set(ends.problems)
+        willing = set(self.servers) - set(ends.lost) - set(ends.problems)
         if willing:
             return dict.fromkeys(willing, "some of the workers did not refuse it")
 
@@ -259,8 +255,7 @@ class FleetController:
         return {name: f"calling it off: {why}" for name, why in {**ends.lost, **lost}.items()}
 
     def release(self, names: Collection[str]) -> _Reasons:
-        """After an update that broke off: these servers may begin another. Returns those that may
-        not."""
+        """After an update that broke off these servers may begin another; returns the others."""
         for name in names:
             self._commands[name].exception()  # it is over
         return {} if self._is_staged else self._each(lambda server: server.cancel(), names)[1]
@@ -275,11 +270,10 @@ class FleetController:
     def _each(
         self, command: Callable[[HttpServer], Answer], names: Collection[str] | None = None
     ) -> tuple[dict[str, Answer], _Reasons]:
-        """Gives a command to the servers (None: all), to all at the same time. Returns the answers,
-        and why there is none."""
+        """Has the servers (None: all) do this at once. Returns answers, and why there is none."""
         futures = {
             name: self._pool.submit(command, server)
-            for name, server in self._servers.items()
+            for name, server in self.servers.items()
             if names is None or name in names
         }
         answers: dict[str, Answer] = {}
@@ -292,8 +286,7 @@ class FleetController:
         return answers, lost
 
     def close(self) -> None:
-        """The store goes with the last reference to it, and only now: workers report to it until
-        the command is over."""
+        """Only now drops the store: workers report to it until their command is over."""
         self._expect_reports()
         wait([command for name, command in self._commands.items() if name not in self._silent])
         self._pool.shutdown(wait=False)

@@ -24,8 +24,7 @@ class WeightHistory:
         self._version = -1  # in use
 
     def hold(self, version: int) -> None:
-        """Collective over the training side: copies the policy's present weights and selects
-        them."""
+        """Collective over the training side: copies the policy's weights and selects them."""
         self._policy.wait_for_param_gather()
         # The memory of the oldest: no third copy, not even for a moment.
         is_full = len(self._held) == NUM_VERSIONS
@@ -46,12 +45,10 @@ class WeightHistory:
         self._version = version
 
     def weight_shards(self) -> Sequence[Shard]:
-        """See ``WeightSource``."""
         return self._policy.weight_shards()
 
     def wait_for_param_gather(self) -> None:
         """Nothing: held weights do not change."""
 
     def weight(self, key: str) -> Tensor:
-        """See ``WeightSource``."""
         return self._held[self._version][key]

@@ -39,7 +39,6 @@ class Edges(NamedTuple):
     turn: np.ndarray
 
     def of_rank(self, rank: int) -> Edges:
-        """The edges that begin or end at ``rank``."""
         own = (self.sender == rank) | (self.receiver == rank)
         return Edges(*(column[own] for column in self))
 

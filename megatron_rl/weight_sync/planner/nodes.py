@@ -63,7 +63,6 @@ class Nodes:
         return Nodes(of_rank, position, ranks)
 
     def same(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Whether two ranks share a node."""
         return self.of_rank[a] == self.of_rank[b]
 
 
@@ -152,5 +151,4 @@ def node_demand(held: tuple[Slices, ...], wanted: tuple[Slices, ...], shards: Sl
 
 
 def elements(region: Slice) -> int:
-    """Number of elements."""
     return math.prod(region.shape)

@@ -161,7 +161,6 @@ class _Planner:
         self.node_bound = 0
 
     def solve(self, number: int, tensors: TensorClass) -> None:
-        """The deliveries of one class."""
         self._check_wanted(tensors)
         if not tensors.targets:
             return

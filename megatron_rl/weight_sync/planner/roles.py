@@ -132,8 +132,7 @@ def _by_role(patterns: Iterable[ShardPattern]) -> dict[int, tuple[Slice, ...]]:
 def _travels_as(
     name: str, patterns: Sequence[ShardPattern], sides: tuple[Roles, Roles], cast: bool
 ) -> str:
-    """The dtype that the engine needs. Raises ValueError where shapes differ, or dtypes that may
-    not."""
+    """The engine's dtype. Raises ValueError where shapes, or dtypes that may not, differ."""
     first = patterns[0]
     last = patterns[-1]  # a target: those come last
     wanted = last.dtype

@@ -17,8 +17,7 @@ _LOOK_BACK = 32 * _SLOTS  # slots that are searched before the last one used; ol
 
 
 class BucketId(NamedTuple):
-    """A bucket on its way between two ranks: their stream, the flow it belongs to and its first
-    byte there."""
+    """A bucket on its way between two ranks: stream, flow, and its first byte there."""
 
     stream: Stream
     flow: int

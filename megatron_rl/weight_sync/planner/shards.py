@@ -123,8 +123,7 @@ class _WrittenShard(NamedTuple):
 
 
 def check_written_once(rank: int, targets: Sequence[ShardGroup]) -> None:
-    """Raises ValueError when two shards of one process land on the same element of a local
-    parameter."""
+    """Raises ValueError when two shards of a process land on one element of a parameter."""
     by_keys: dict[tuple[str, ...], list[ShardGroup]] = defaultdict(list)
     for group in targets:
         if group.keys:

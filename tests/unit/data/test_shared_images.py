@@ -21,7 +21,6 @@ from megatron_rl.data.multimodal import images
 from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.evaluation.evaluation import without_training
 from megatron_rl.runtime.launch import World
 from tests.ranks import on_ranks
 from tests.unit.data.pictures import QUESTION, png
@@ -115,7 +114,7 @@ def test_an_evaluation_reads_held_out_images_once_a_machine(data_folder, tmp_pat
     world, run, tokenizer, vision = start(data_folder, tmp_path)
     whole = shared_data(run, world, tokenizer, vision)
     with opened_images() as opened:
-        data = shared_data(without_training(run), world, tokenizer, vision)
+        data = shared_data(run.with_values(data={"train": ()}), world, tokenizer, vision)
     assert len(opened) == (2, 0)[world.rank]
     assert not data.train
     assert data.held_out_prompts == whole.held_out_prompts

@@ -207,6 +207,6 @@ def test_the_tokenizer_has_no_token_beyond_the_vocabulary(model):
 def test_a_tokenizer_file_that_is_no_tokenizer_is_one_message(model):
     (model / "tokenizer.json").write_text("[]")
     with pytest.raises(
-        ValueError, match=r"its tokenizer files cannot be read .*copy them again from the model"
+        ValueError, match=r"its tokenizer files cannot be read: .*copy them again from the model"
     ):
         load_tokenizer(model)

@@ -237,7 +237,7 @@ def test_a_response_that_counts_as_wrong_changes_the_run(marked, monkeypatch):
 def test_all_sampled_tokens_are_in_one_row_of_the_table(marked):
     """Dynamic sampling, a filter and failed verdicts in one step."""
     trainer = marked("dapo", 6, "evaluation.at_start=false", "evaluation.at_end=false")
-    engine = trainer.source.engines.backend._engine
+    engine = trainer.source.engines.backend.engine
     num_sampled = sum(MARK if number == 5 else 3 for _, number in engine.begun)
     reasons = ("trained", "filtered", "no_verdict", "dropped", "discarded")
     table = [[row[f"tokens/{reason}"] for reason in reasons] for row in rows(trainer)]
