@@ -1,0 +1,60 @@
+"""What megatron's latent attention lacks for packed sequences, and without Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from megatron_rl.policy.passes.attention import Packing
+
+
+class WholeLinear(torch.nn.Linear):
+    """A matrix that every tensor rank has whole, as Transformer Engine's layers have it here.
+
+    megatron's own would be cut over the ranks, and its result gathered. Under sequence parallelism
+    each rank has its part of the tokens, so that gradients are summed over ranks.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, states: Tensor) -> tuple[Tensor, None]:
+        return super().forward(states), None
+
+
+class PackedAngles(RotaryEmbedding):
+    """Rotary angles of every packed token, by its position, where a packing has positions."""
+
+    positions: Tensor | None = None
+
+    def get_rotary_seq_len(
+        self, context: Any, block: Any, states: Any, config: Any, packing: Packing
+    ) -> int:
+        """megatron asks for it before each call."""
+        self.positions = packing.positions
+        return packing.max_seqlen_q
+
+    def forward(self, length: int, **options: Any) -> Tensor:
+        angles = super().forward(length, **options)
+        return angles if self.positions is None else angles.index_select(0, self.positions)
+
+
+def set_packed_angles(model: torch.nn.Module) -> PackedAngles:
+    """Gives all layers of ``model`` one set of angles; returns it."""
+    layers = [each for each in model.modules() if isinstance(each, MLASelfAttention)]
+    config = layers[0].config
+    angles = PackedAngles(
+        config.qk_pos_emb_head_dim,
+        rotary_percent=1.0,
+        rotary_base=config.rotary_base,
+        use_cpu_initialization=config.use_cpu_initialization,
+        cp_group=layers[0].pg_collection.cp,
+    )
+    for layer in layers:
+        layer.rotary_pos_emb = angles
+    return angles
