@@ -33,7 +33,11 @@ from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.adapters import add_adapters
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.passes.attention import PackedAttention, RMSNorm
-from megatron_rl.policy.passes.latent_attention import WholeLinear, set_packed_angles
+from megatron_rl.policy.passes.latent_attention import (
+    LatentAttention,
+    WholeLinear,
+    set_packed_angles,
+)
 from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
 from megatron_rl.policy.precision import model_fields
 
@@ -308,9 +312,12 @@ def layer_spec(
         attention.core_attention = PackedAttention
         if latent:
             attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
-        if qk_norm:
+            attention.q_layernorm = attention.kv_layernorm = norm
+        elif qk_norm:
             attention.q_layernorm = norm
-            setattr(attention, "kv_layernorm" if latent else "k_layernorm", norm)
+            attention.k_layernorm = norm
+    if latent:
+        layer.submodules.self_attention.module = LatentAttention
     return layer, norm
 
 

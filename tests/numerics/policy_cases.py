@@ -81,6 +81,7 @@ CASES = [
     _case("mixtral", 1),
     _case("glm4_moe", 1),
     _case("deepseek_v3", 1),
+    _case("moonlight", 1),
     _case("qwen2", 1, recompute="full", full=True),
     _case("qwen2", 1, recompute="selective", full=True),
     _case("qwen2", 2, tensor=2, full=True),

@@ -12,6 +12,14 @@ from torch import Tensor
 from megatron_rl.policy.passes.attention import Packing
 
 
+class LatentAttention(MLASelfAttention):
+    """megatron's, with the norms that its specification has: megatron's own would put a norm before
+    the queries of a model that computes them from hidden states (Moonlight)."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return vars(submodules)
+
+
 class WholeLinear(torch.nn.Linear):
     """A matrix that every tensor rank has whole, as Transformer Engine's layers have it here.
 
@@ -46,7 +54,7 @@ class PackedAngles(RotaryEmbedding):
 
 def set_packed_angles(model: torch.nn.Module) -> PackedAngles:
     """Gives all layers of ``model`` one set of angles; returns it."""
-    layers = [each for each in model.modules() if isinstance(each, MLASelfAttention)]
+    layers = [each for each in model.modules() if isinstance(each, LatentAttention)]
     config = layers[0].config
     angles = PackedAngles(
         config.qk_pos_emb_head_dim,
