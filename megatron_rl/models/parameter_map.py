@@ -29,9 +29,17 @@ ADAPTER = "_adapter"  # what follows the name of a layer in that of its adapters
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+LATENT_FUSED_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+
+
+def fused_norms(arch: Architecture) -> dict[str, str]:
+    """Of the layers of ``arch``: name inside the linear layer -> own name."""
+    return FUSED_NORMS if arch.latent is None else LATENT_FUSED_NORMS
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import Architecture
-from megatron_rl.models.parameter_map import padded_vocab
+from megatron_rl.models.parameter_map import LATENT_FUSED_NORMS, padded_vocab
 from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.adapters import add_adapters
 from megatron_rl.policy.hardware import this_machine
@@ -311,6 +311,11 @@ def layer_spec(
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if latent:
+            # In checkpoints norms have the names that they have in layers of Transformer Engine.
+            layer.submodules.sharded_state_dict_keys_map = {
+                name.removesuffix("weight"): fused.removesuffix("weight")
+                for fused, name in LATENT_FUSED_NORMS.items()
+            }
             attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
             attention.q_layernorm = attention.kv_layernorm = norm
         elif qk_norm:
