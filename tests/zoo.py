@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.passes import TokenScores
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_key_value_heads=4,
         q_lora_rank=24,
         kv_lora_rank=32,
+        **ROUTER,
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
         v_head_dim=16,
@@ -116,6 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_key_value_heads=4,
         q_lora_rank=None,
         kv_lora_rank=32,
+        **ROUTER,
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
         v_head_dim=24,

@@ -79,11 +79,15 @@ def adapter_problems(
         problems.append(
             f"{start}adapters of experts are not implemented; set model.lora.targets=[attention]"
         )
-    if arch.num_dense_layers:
-        problems.append(
-            f"{start}adapters of a model whose first layers are dense are not implemented; set it"
-            " to null, or give another model"
-        )
+    for there, what in (
+        (arch.num_dense_layers, "a model whose first layers are dense"),
+        (arch.latent, "latent attention"),
+    ):
+        if there:
+            problems.append(
+                f"{start}adapters of {what} are not implemented; set it to null, or give another"
+                " model"
+            )
     if precision.fp8 is not None:
         problems.append(
             f"{start}adapters of weights in FP8 are not implemented; set precision=bf16"

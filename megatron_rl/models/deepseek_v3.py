@@ -52,15 +52,25 @@ def attention(hf: Any) -> tuple[Slot, ...]:
     )
 
 
+# Keys that published models have, and transformers does not write.
+ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
 def read(hf: Any) -> Architecture:
+    for key, value in ROUTER.items():
+        if getattr(hf, key, None) != value:
+            raise ValueError(
+                f"config.json of {hf.model_type}: {key} is {getattr(hf, key, 'absent')}; vLLM"
+                f' chooses experts in another way then. Add "{key}": "{value}" if the model is of'
+                " that kind, or give another model"
+            )
     refuse(
         hf,
         {
             "attention_bias": (False,),
             "rope_interleave": (True,),
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
             "moe_layer_freq": (1,),
+            "head_dim": (hf.qk_rope_head_dim,),  # transformers takes rotary angles by it
         },
     )
     rope = hf.rope_parameters

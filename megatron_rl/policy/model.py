@@ -34,7 +34,7 @@ from megatron_rl.policy.adapters import add_adapters
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.passes.attention import PackedAttention, RMSNorm
 from megatron_rl.policy.passes.latent_attention import (
-    LatentAttention,
+    LatentSelfAttention,
     WholeLinear,
     set_packed_angles,
 )
@@ -322,7 +322,7 @@ def layer_spec(
             attention.q_layernorm = norm
             attention.k_layernorm = norm
     if latent:
-        layer.submodules.self_attention.module = LatentAttention
+        layer.submodules.self_attention.module = LatentSelfAttention
     return layer, norm
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.types import Completion, Prompt, Sampling
 from tests.zoo import YARN, transformer
 
@@ -45,8 +46,7 @@ LATENT = {
     "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
+    **ROUTER,
     "tie_word_embeddings": False,
 }
 FAMILIES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from megatron_rl.policy.passes.attention import Packing
 
 
-class LatentAttention(MLASelfAttention):
+class LatentSelfAttention(MLASelfAttention):
     """megatron's, with the norms that its specification has: megatron's own would put a norm before
     the queries of a model that computes them from hidden states (Moonlight)."""
 
@@ -20,7 +21,7 @@ class LatentAttention(MLASelfAttention):
         return vars(submodules)
 
 
-class WholeLinear(torch.nn.Linear):
+class WholeLinear(torch.nn.Module):
     """A matrix that every tensor rank has whole, as Transformer Engine's layers have it here.
 
     megatron's own would be cut over the ranks, and its result gathered. Under sequence parallelism
@@ -28,11 +29,14 @@ class WholeLinear(torch.nn.Linear):
     """
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, **_: Any) -> None:
-        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+        super().__init__()
+        self.weight: Any = torch.nn.Parameter(
+            torch.empty(outputs, inputs, dtype=config.params_dtype)
+        )
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, states: Tensor) -> tuple[Tensor, None]:
-        return super().forward(states), None
+        return F.linear(states, self.weight), None
 
 
 class PackedAngles(RotaryEmbedding):
@@ -54,7 +58,7 @@ class PackedAngles(RotaryEmbedding):
 
 def set_packed_angles(model: torch.nn.Module) -> PackedAngles:
     """Gives all layers of ``model`` one set of angles; returns it."""
-    layers = [each for each in model.modules() if isinstance(each, LatentAttention)]
+    layers = [each for each in model.modules() if isinstance(each, LatentSelfAttention)]
     config = layers[0].config
     angles = PackedAngles(
         config.qk_pos_emb_head_dim,
