@@ -372,14 +372,14 @@ def build_chunks(
         if arch.vision is not None and model.pre_process:
             recompute = config.recompute_granularity is not None
             add_tower(model, hf, config, recompute=recompute, frozen=settings.freeze_vision)
-        rotary = set_packed_angles(model) if arch.latent else model.rotary_pos_emb
+        latent_angles = set_packed_angles(model) if arch.latent else None
         if arch.rope_type != "default":
             rope = ROPE_INIT_FUNCTIONS[arch.rope_type]
             frequencies, attention_factor = rope(hf, torch.device("cpu"))
             assert attention_factor == 1.0, (
                 f"rope type {arch.rope_type} scales attention by {attention_factor}"
             )
-            rotary.inv_freq = frequencies
+            (latent_angles or model.rotary_pos_emb).inv_freq = frequencies
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())
         if arch.adapter_slots:

@@ -10,8 +10,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from megatron_rl.policy.passes.attention import Packing
-
 
 class LatentSelfAttention(MLASelfAttention):
     """megatron's, with the norms that its specification has: megatron's own would put a norm before
@@ -40,19 +38,28 @@ class WholeLinear(torch.nn.Module):
 
 
 class PackedAngles(RotaryEmbedding):
-    """Rotary angles of every packed token, by its position, where a packing has positions."""
+    """Rotary angles of every packed token, by its position: the layer would choose them by
+    boundaries, which it fetches to the host. Not with several context ranks, as those have parts of
+    sequences."""
 
     positions: Tensor | None = None
 
     def get_rotary_seq_len(
-        self, context: Any, block: Any, states: Any, config: Any, packing: Packing
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Any,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        **_: Any,
     ) -> int:
         """megatron asks for it before each call."""
-        self.positions = packing.positions
-        return packing.max_seqlen_q
+        alone = self.cp_group.size() == 1
+        self.positions = packed_seq_params.all_positions if alone else None
+        return packed_seq_params.max_seqlen_q
 
-    def forward(self, length: int, **options: Any) -> Tensor:
-        angles = super().forward(length, **options)
+    def forward(self, max_seq_len: int, **options: Any) -> Tensor:
+        angles = super().forward(max_seq_len, **options)
         return angles if self.positions is None else angles.index_select(0, self.positions)
 
 
