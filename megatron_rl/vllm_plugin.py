@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron_rl.engine.cpu_rotary import rotate_strided_parts
 from megatron_rl.engine.requirements import require_vllm
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.process import die_with_server
@@ -38,6 +39,7 @@ def register() -> None:
     from megatron_rl.engine.weights import transfer_backend
 
     transfer_backend.register(receiving_end)
+    rotate_strided_parts()
 
 
 def receiving_end(

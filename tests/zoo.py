@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.passes import TokenScores
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 # Family -> the prefix of its classes in transformers.
 CLASSES = {
     "qwen2": "Qwen2",
@@ -46,6 +57,8 @@ CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "glm4_moe": "Glm4Moe",
+    "deepseek_v3": "DeepseekV3",
+    "moonlight": "DeepseekV3",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen2_5_vl_tied": "Qwen2_5_VL",
 }
@@ -78,6 +91,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
         use_qk_norm=True,
         partial_rotary_factor=0.5,
         tie_word_embeddings=False,
+    ),
+    "deepseek_v3": dict(
+        vocab_size=128,
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        **ROUTER,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=4,
+        moe_intermediate_size=48,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+        rope_parameters=YARN,
+        tie_word_embeddings=False,
+    ),
+    "moonlight": dict(
+        vocab_size=128,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=32,
+        **ROUTER,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=24,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        n_shared_experts=2,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=False,
+        num_hidden_layers=2,
     ),
     "mixtral": dict(
         vocab_size=128,

@@ -30,7 +30,7 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.errors import concerning
-from megatron_rl.models import FAMILIES, Architecture, architecture_from
+from megatron_rl.models import FAMILIES, Architecture, architecture_from, deepseek_v3
 from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
 from tools.planning.plan_figures import num_peers, peak_staging_bytes
 from tools.planning.sync_forecast import rollout_side, training_side, whole_tensors
@@ -81,6 +81,24 @@ PRESETS = {
         use_qk_norm=True,
         routed_scaling_factor=2.5,
         partial_rotary_factor=0.5,
+    ),
+    "deepseek-v3": _sizes(
+        *("deepseek_v3", "DeepseekV3ForCausalLM", 61, 7168, 18432, 128, 128, 129280),
+        **deepseek_v3.ROUTER,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=3,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
     ),
 }
 

@@ -30,9 +30,9 @@ from megatron_rl.errors import concerning
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
-    FUSED_NORMS,
     HEAD,
     Parameter,
+    fused_norms,
     hf_shapes,
     local_shape,
     model_parameters,
@@ -49,13 +49,13 @@ BACKEND = {
 }
 # Norms are stored under their fused names. In front of experts Transformer Engine does not fuse,
 # while megatron's own layers look for the fused name there too: that norm is stored under both.
-_STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
 _BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
 # Modules that carry an (empty) state of Transformer Engine, which megatron's loader looks for;
 # experts' names have no prefix.
 _STATEFUL = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
+    *(f"self_attention.linear_{one}_proj" for one in ("q", "q_down", "q_up", "kv_down", "kv_up")),
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
     "mlp.linear_fc1",
@@ -126,6 +126,7 @@ class LayerTensor:
 
 def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
     """All parameters of the model, in its order."""
+    stored_names = {name: fused for fused, name in fused_norms(arch).items()}
     for parameter in model_parameters(arch):
         name = parameter.slot.megatron
         shape = local_shape(parameter, arch, vocab_rows, 1)
@@ -138,7 +139,7 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             layers, place, extent = f"{layers}.{parameter.layer}", (), ()
         if parameter.expert is None:
             own = f"{layers}.{name}"
-            fused = f"{layers}.{_STORED_NAMES.get(name, name)}"
+            fused = f"{layers}.{stored_names.get(name, name)}"
             both = name == _BEFORE_EXPERTS and arch.has_experts(parameter.layer)
             # The first is the one that is written, and looked for first.
             keys = (own, fused) if both else (fused, own)

@@ -23,6 +23,9 @@ OPTIONAL = (
     "vocab_size",
     "num_key_value_heads",
     "head_dim",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
     "max_position_embeddings",
     "moe_intermediate_size",
     "num_experts",
@@ -39,6 +42,9 @@ DENSE_SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
     "intermediate_size",
     "vocab_size",
 )
@@ -49,8 +55,9 @@ _WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
 class ModelSizes:
     """Sizes of a decoder-only transformer; 0 where config.json leaves one to transformers.
 
-    ``head_dim`` need not be ``hidden_size / num_heads``. ``expert_ffn_hidden_size`` is the width
-    of one expert, 0 without experts.
+    ``head_dim`` need not be ``hidden_size / num_heads``. ``latent_dim`` is what an engine keeps of
+    a token in each layer where keys and values of all heads come from one vector, 0 elsewhere.
+    ``expert_ffn_hidden_size`` is the width of one expert, 0 without experts.
     """
 
     num_layers: int
@@ -60,6 +67,7 @@ class ModelSizes:
     head_dim: int
     ffn_hidden_size: int
     vocab_size: int
+    latent_dim: int = 0
     num_experts: int = 0
     expert_ffn_hidden_size: int = 0
 
@@ -83,6 +91,11 @@ def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
     head_dim = size("head_dim")
     if not head_dim and num_heads:
         head_dim = size("hidden_size") // num_heads
+    latent_dim = 0
+    if latent_rank := size("kv_lora_rank"):
+        rotary_dim = size("qk_rope_head_dim")
+        head_dim = size("qk_nope_head_dim") + rotary_dim
+        latent_dim = latent_rank + rotary_dim
     num_experts = size("num_experts", "num_local_experts", "n_routed_experts")
     expert_ffn = 0
     if num_experts:
@@ -92,10 +105,11 @@ def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
         num_layers=size("num_hidden_layers"),
         hidden_size=size("hidden_size"),
         num_heads=num_heads,
-        num_kv_heads=size("num_key_value_heads") or num_heads,
+        num_kv_heads=(0 if latent_dim else size("num_key_value_heads")) or num_heads,
         head_dim=head_dim,
         ffn_hidden_size=size("intermediate_size"),
         vocab_size=size("vocab_size"),
+        latent_dim=latent_dim,
         num_experts=num_experts,
         expert_ffn_hidden_size=expert_ffn,
     )

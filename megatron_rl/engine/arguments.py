@@ -116,7 +116,10 @@ def _of_the_device(config: RolloutConfig, max_tokens: int) -> dict[str, Any]:
         }
     # A chunked prefill draws a token, drops it, and rewinds the generator, which CPU generators
     # cannot do. So a whole prompt must fit into one batch.
+    # The backend is that of latent attention alone: where a CPU has AMX tiles vLLM would take
+    # another one, which gives away the weights that a later sync would load.
     return {
+        "attention_config": {"backend": "CPU_MLA"},
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_tokens, _BATCHED_TOKENS),
     }

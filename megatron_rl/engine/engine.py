@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments
+from megatron_rl.engine.cpu_rotary import rotate_strided_parts
 from megatron_rl.engine.request_tracking import RequestTracker
 from megatron_rl.engine.requests import MultimodalConfig, check_request, request
 from megatron_rl.engine.requirements import building, check_start
@@ -135,6 +136,7 @@ class VllmEngine:
             from vllm import LLM  # after prepare_import, whose settings it reads
 
             lazy_loading.register_loader()
+            rotate_strided_parts()
             arguments = engine_arguments(
                 model_path, self._config, seed, self._multimodal, without_weights=empty
             )

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from megatron_rl.config.model_config import read_model_config
 from megatron_rl.errors import RegistrationError, concerning
 from megatron_rl.models import (
+    deepseek_v3,
     glm4_moe,
     llama,
     mistral,
@@ -23,7 +24,17 @@ from megatron_rl.models.base import Architecture, Family, Slot
 
 FAMILIES = {
     module.FAMILY.architecture: module.FAMILY
-    for module in (glm4_moe, llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen3, qwen3_moe)
+    for module in (
+        deepseek_v3,
+        glm4_moe,
+        llama,
+        mistral,
+        mixtral,
+        qwen2,
+        qwen2_5_vl,
+        qwen3,
+        qwen3_moe,
+    )
 }
 
 __all__ = [

@@ -13,9 +13,8 @@ from dataclasses import replace
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models.base import Architecture, Kind, Slot
-from megatron_rl.models.parameter_map import Parameter, hf_shapes, layer_parameters
+from megatron_rl.models.parameter_map import ADAPTER, Parameter, hf_shapes, layer_parameters
 
-MODULE = "_adapter"  # what follows the name of a layer in that of its adapters
 _KINDS = ("qkv", "gate_up", "columns")  # of linear layers; norms, routers and embeddings are none
 
 
@@ -42,7 +41,7 @@ def adapter_module(weight: str) -> str:
 
     Example: ``adapter_module("mlp.linear_fc2.weight")`` is "mlp.linear_fc2_adapter".
     """
-    return weight.removesuffix(".weight") + MODULE
+    return weight.removesuffix(".weight") + ADAPTER
 
 
 def _slots(parameter: Parameter, arch: Architecture, rank: int) -> Iterator[Slot]:
@@ -80,11 +79,15 @@ def adapter_problems(
         problems.append(
             f"{start}adapters of experts are not implemented; set model.lora.targets=[attention]"
         )
-    if arch.num_dense_layers:
-        problems.append(
-            f"{start}adapters of a model whose first layers are dense are not implemented; set it"
-            " to null, or give another model"
-        )
+    for there, what in (
+        (arch.num_dense_layers, "a model whose first layers are dense"),
+        (arch.latent, "latent attention"),
+    ):
+        if there:
+            problems.append(
+                f"{start}adapters of {what} are not implemented; set it to null, or give another"
+                " model"
+            )
     if precision.fp8 is not None:
         problems.append(
             f"{start}adapters of weights in FP8 are not implemented; set precision=bf16"

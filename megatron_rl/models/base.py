@@ -33,7 +33,7 @@ class Slot:
     megatron: str
     kind: Kind
     hf: tuple[str, ...]
-    shape: tuple[int, ...] = ()  # whole: of an adapter alone, for other sizes the kind suffices
+    shape: tuple[int, ...] = ()  # whole; empty where the kind and the model's sizes say it
 
 
 ATTENTION = (
@@ -77,6 +77,25 @@ class Vision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values of all heads come from one short vector of a
+    token, and queries from another one. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+    ``query_rank``: length of the latter; None: queries come from the hidden state. A query or key
+    has ``plain_dim`` numbers and ``rotary_dim`` rotated ones, which all heads share in keys.
+    YaRN with ``rotary_factor`` f multiplies scores by ``(0.1 * softmax_factor * log(f) + 1)**2``.
+    """
+
+    query_rank: int | None
+    rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    rotary_factor: float = 1.0
+    softmax_factor: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture(ModelSizes):
     """A decoder-only transformer with RMSNorm, rotary positions and gated SiLU.
 
@@ -91,6 +110,8 @@ class Architecture(ModelSizes):
         sigmoid_router: scores are sigmoids, a bias is added to them where experts are chosen, and
             weights are normalized; else the softmax over the chosen ones.
         router_scale: of the weights of experts.
+        router_groups: how many groups experts are in, and how many of them a token may visit.
+        latent: None: queries, keys and values are products of the hidden state.
         rotary_share: of a head that is rotated.
         mrope_section: how many of a head's angles belong to time, row and column of a position
             (empty: positions are plain numbers).
@@ -116,6 +137,8 @@ class Architecture(ModelSizes):
     shared_ffn_hidden_size: int = 0
     sigmoid_router: bool = False
     router_scale: float = 1.0
+    router_groups: tuple[int, int] = (1, 1)
+    latent: LatentAttention | None = None
     rotary_share: float = 1.0
     mrope_section: tuple[int, ...] = ()
     vision: Vision | None = None
@@ -181,9 +204,10 @@ def common(hf: Any, **more: Any) -> Architecture:
     """
     refuse(hf, {"hidden_act": ("silu",)})
     rope = dict(hf.rope_parameters)
+    rope_types = ("default", "yarn") if "latent" in more else ("default", "llama3", "linear")
     layer_types = sorted(set(getattr(hf, "layer_types", None) or ["full_attention"]))
     for what, value, allowed in (
-        ("rope type", rope["rope_type"], ("default", "llama3", "linear")),
+        ("rope type", rope["rope_type"], rope_types),
         (
             "partial_rotary_factor",
             rope.get("partial_rotary_factor", 1.0),

@@ -33,22 +33,15 @@ SHARED_EXPERT = tuple(
 )
 
 
-def read(hf: Any) -> Architecture:
-    refuse(
-        hf,
-        {
-            "n_group": (1,),
-            "topk_group": (1,),
-            "norm_topk_prob": (True,),
-        },
-    )
-    attention = ATTENTION + (QKV_BIAS if hf.attention_bias else ())
-    attention += QK_NORM if hf.use_qk_norm else ()
+def with_shared_expert(hf: Any, attention: tuple[Slot, ...], **more: Any) -> Architecture:
+    """First layers dense, then experts beside a shared one; ``more`` fields."""
+    groups, chosen = hf.n_group or 1, hf.topk_group or 1
+    # The score of a group is the sum of its two best experts in transformers and vLLM, and of its
+    # best ``num_experts_per_tok // topk_group`` in megatron.
+    as_in_megatron = 1 if groups == 1 else hf.num_experts_per_tok // 2
+    refuse(hf, {"norm_topk_prob": (True,), "topk_group": (as_in_megatron, None)})
     return common(
         hf,
-        qkv_bias=hf.attention_bias,
-        qk_norm=hf.use_qk_norm,
-        rotary_share=hf.rope_parameters["partial_rotary_factor"],
         layer_slots=attention + BIASED_ROUTER + SHARED_EXPERT,
         num_experts=hf.n_routed_experts,
         experts_per_token=hf.num_experts_per_tok,
@@ -61,6 +54,20 @@ def read(hf: Any) -> Architecture:
         shared_ffn_hidden_size=hf.n_shared_experts * hf.moe_intermediate_size,
         sigmoid_router=True,
         router_scale=hf.routed_scaling_factor,
+        router_groups=(groups, chosen),
+        **more,
+    )
+
+
+def read(hf: Any) -> Architecture:
+    attention = ATTENTION + (QKV_BIAS if hf.attention_bias else ())
+    attention += QK_NORM if hf.use_qk_norm else ()
+    return with_shared_expert(
+        hf,
+        attention,
+        qkv_bias=hf.attention_bias,
+        qk_norm=hf.use_qk_norm,
+        rotary_share=hf.rope_parameters["partial_rotary_factor"],
     )
 
 

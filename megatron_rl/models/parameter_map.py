@@ -24,11 +24,22 @@ TIED_HEAD = Slot("output_layer.weight", "vocab", ("model.embed_tokens.weight",))
 VISION = "visual."
 SHARED_EXPERT = "shared_experts."
 EXPERT_BIAS = "router.expert_bias"
+ADAPTER = "_adapter"  # what follows the name of a layer in that of its adapters
 # Transformer Engine fuses a norm into the linear layer after it: its name there -> its own name.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+LATENT_FUSED_NORMS = {
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def fused_norms(arch: Architecture) -> dict[str, str]:
+    """Of the layers of ``arch``: name inside the linear layer -> own name."""
+    return FUSED_NORMS if arch.latent is None else LATENT_FUSED_NORMS
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Parameter:
 
     @property
     def is_adapter(self) -> bool:
-        return bool(self.slot.shape)
+        return f"{ADAPTER}." in self.slot.megatron
 
     @property
     def is_buffer(self) -> bool:
@@ -127,7 +138,7 @@ def axis_sizes(
     """
     kind = parameter.slot.kind
     megatron = parameter.slot.megatron
-    if parameter.is_adapter:
+    if parameter.slot.shape:
         axis = {"whole": -1, "rows": 0, "columns": 1}[kind]
         others = list(parameter.slot.shape)
         return others.pop(max(axis, 0)), tuple(others), axis

@@ -41,11 +41,11 @@ def layer_activations(
     with torch's norm and attention).
 
     Per token: for each of two norms its input and its output (unfused, in 16 bits: the input twice
-    in float32, and the output), queries, keys, values and the attention's output (unfused: that
-    twice, and the rotary tables), and ``feed_forward_activations``. Tensor ranks share what they
-    split; with sequence parallelism also the norms. Full recomputation keeps the layer's input
-    only. With selective recomputation fused layers run the second norm again too, and keep its
-    input only.
+    in float32, and the output), latent vectors before and after their norms, queries, keys, values
+    and the attention's output (unfused: that twice, and the rotary tables), and
+    ``feed_forward_activations``. Tensor ranks share what they split; with sequence parallelism also
+    the norms. Full recomputation keeps the layer's input only. With selective recomputation fused
+    layers run the second norm again too, and keep its input only.
     """
     tensor = parallel.tensor
     shared = tensor if parallel.sequence else 1
@@ -62,6 +62,9 @@ def layer_activations(
     attention = heads * arch.head_dim / tensor
     if not fused:
         attention += 4 * arch.head_dim
+    if arch.latent is not None:
+        latents = arch.latent_dim + (arch.latent.query_rank or 0)
+        attention += 2 * latents / shared
     feed_forward = feed_forward_activations(arch, parallel, fused)
     return int(tokens * (norms + element * (attention + feed_forward)))
 

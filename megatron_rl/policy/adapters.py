@@ -30,9 +30,15 @@ from torch import Tensor
 from megatron_rl.checkpoints import peft_format
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.models import Architecture, Slot
-from megatron_rl.models.adapters import MODULE, adapter_module, is_adapted
+from megatron_rl.models.adapters import adapter_module, is_adapted
 from megatron_rl.models.base import Kind
-from megatron_rl.models.parameter_map import Parameter, layer_parameters, local_shape, tensor_slices
+from megatron_rl.models.parameter_map import (
+    ADAPTER,
+    Parameter,
+    layer_parameters,
+    local_shape,
+    tensor_slices,
+)
 from megatron_rl.policy.precision import assign
 from megatron_rl.policy.state.weights import LocalParameter
 from megatron_rl.runtime.launch import from_first_rank
@@ -178,7 +184,7 @@ def adapters_by_weight(model: torch.nn.Module) -> dict[Tensor, Adapter]:
     """The adapters of a model chunk, by the weight that they are added to."""
     modules = dict(model.named_modules())
     return {
-        modules[name.removesuffix(MODULE)].weight: module
+        modules[name.removesuffix(ADAPTER)].weight: module
         for name, module in modules.items()
         if isinstance(module, Adapter)
     }

@@ -21,18 +21,23 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import Architecture
-from megatron_rl.models.parameter_map import padded_vocab
+from megatron_rl.models.parameter_map import LATENT_FUSED_NORMS, padded_vocab
 from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.adapters import add_adapters
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.passes.attention import PackedAttention, RMSNorm
+from megatron_rl.policy.passes.latent_attention import (
+    LatentSelfAttention,
+    WholeLinear,
+    set_packed_angles,
+)
 from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
 from megatron_rl.policy.precision import model_fields
 
@@ -63,7 +68,7 @@ class HiddenStates(GPTModel):
                 kwargs["decoder_input"] = embed(self, kwargs["input_ids"], images)
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         positions = getattr(packed_seq_params, "positions", None)
-        if has_images or positions is None:
+        if has_images or positions is None or found[1] is None:  # None: latent attention has them
             return found
         # The fused kernel counts positions from the boundaries of sequences, and would give wrong
         # angles to those that borrow their prompt.
@@ -87,11 +92,12 @@ class HiddenStates(GPTModel):
         return self.output_layer.weight
 
 
-def fused_kernels(experts: bool, mrope: bool) -> dict[str, Any]:
+def fused_kernels(experts: bool, plain_rotary: bool) -> dict[str, Any]:
     """megatron's fused kernels: on with layers of Transformer Engine, off with megatron's own.
 
     The fused rotary kernel reads the boundaries of packed sequences on the device; the plain way
-    fetches them to the host in every layer, and alone takes angles of every token (``mrope``).
+    fetches them to the host in every layer, and alone takes angles of every token
+    (``plain_rotary``: of images, and of latent attention).
     ``bias_activation_fusion`` is the activation between the matrices of the feed-forward part. The
     experts of a rank become one layer with numbered weights (see ``weights.GROUPED_EXPERT``).
     Gradients of matrices are added to ``main_grad`` by the product itself, without apex; with
@@ -100,7 +106,7 @@ def fused_kernels(experts: bool, mrope: bool) -> dict[str, Any]:
     on = this_machine().transformer_engine is not None
     with_apex = torch.cuda.is_available() and layers._grad_accum_fusion_available
     return dict(
-        apply_rope_fusion=on and not mrope,
+        apply_rope_fusion=on and not plain_rotary,
         bias_activation_fusion=on,
         moe_permute_fusion=on and experts,
         moe_grouped_gemm=on and experts,
@@ -162,6 +168,8 @@ def expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any
             moe_router_enable_expert_bias=True,
             moe_router_topk_scaling_factor=arch.router_scale,
         )
+    if arch.router_groups != (1, 1):
+        fields["moe_router_num_groups"], fields["moe_router_group_topk"] = arch.router_groups
     if parallel.expert_tensor > 1 and not torch.cuda.is_available():
         # gloo has no all-gather of unequal sizes, which the other dispatcher needs. This one needs
         # micro-batches of one length, which a pipeline does not get.
@@ -217,13 +225,32 @@ def transformer_config(
         use_cpu_initialization=on_cpu,
         perform_initialization=False,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        **fused_kernels(arch.num_experts > 0, bool(arch.mrope_section)),
+        **fused_kernels(arch.num_experts > 0, bool(arch.mrope_section or arch.latent)),
         **recomputation(arch, parallel, precision),
         **model_fields(precision, arch.num_experts),
     )
     if arch.num_experts:
         fields |= expert_fields(arch, parallel)
-    return TransformerConfig(**fields)
+    if arch.latent is None:
+        return TransformerConfig(**fields)
+    return MLATransformerConfig(**fields, **latent_fields(arch))
+
+
+def latent_fields(arch: Architecture) -> dict[str, Any]:
+    """Of a model with latent attention. Its rotary angles are set beside megatron's, which has
+    YaRN's scale of the softmax in them (1 where ``rotary_scaling_factor`` is)."""
+    assert arch.latent is not None
+    return dict(
+        q_lora_rank=arch.latent.query_rank,
+        kv_lora_rank=arch.latent.rank,
+        qk_head_dim=arch.latent.plain_dim,
+        qk_pos_emb_head_dim=arch.latent.rotary_dim,
+        v_head_dim=arch.latent.value_dim,
+        rope_type="rope",
+        rotary_base=arch.rope_theta,
+        rotary_scaling_factor=arch.latent.rotary_factor,
+        mscale_all_dim=arch.latent.softmax_factor,
+    )
 
 
 def block_spec(
@@ -249,12 +276,16 @@ def layer_spec(
     ``adapted``: linear layers will have adapters.
     """
     qk_norm = config.qk_layernorm
+    latent = config.multi_latent_attention
     if this_machine().transformer_engine is not None:
         # The module is there only with Transformer Engine.
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=qk_norm
+            num_experts=experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=qk_norm,
+            multi_latent_attention=latent,
         )
         norm: Any = TENorm
         if adapted:
@@ -266,16 +297,29 @@ def layer_spec(
                 layer.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
     else:
         layer = get_gpt_layer_local_spec(
-            num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm"
+            num_experts=experts,
+            qk_layernorm=qk_norm,
+            multi_latent_attention=latent,
+            normalization="RMSNorm",
         )
         norm = RMSNorm
         layer.submodules.input_layernorm = norm
         layer.submodules.pre_mlp_layernorm = norm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
-        if qk_norm:
+        if latent:
+            # In checkpoints norms have the names that they have in layers of Transformer Engine.
+            layer.submodules.sharded_state_dict_keys_map = {
+                name.removesuffix("weight"): fused.removesuffix("weight")
+                for fused, name in LATENT_FUSED_NORMS.items()
+            }
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+            attention.q_layernorm = attention.kv_layernorm = norm
+        elif qk_norm:
             attention.q_layernorm = norm
             attention.k_layernorm = norm
+    if latent:
+        layer.submodules.self_attention.module = LatentSelfAttention
     return layer, norm
 
 
@@ -325,13 +369,14 @@ def build_chunks(
         if arch.vision is not None and model.pre_process:
             recompute = config.recompute_granularity is not None
             add_tower(model, hf, config, recompute=recompute, frozen=settings.freeze_vision)
+        latent_angles = set_packed_angles(model) if arch.latent else None
         if arch.rope_type != "default":
             rope = ROPE_INIT_FUNCTIONS[arch.rope_type]
             frequencies, attention_factor = rope(hf, torch.device("cpu"))
             assert attention_factor == 1.0, (
                 f"rope type {arch.rope_type} scales attention by {attention_factor}"
             )
-            model.rotary_pos_emb.inv_freq = frequencies
+            (latent_angles or model.rotary_pos_emb).inv_freq = frequencies
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())
         if arch.adapter_slots:

@@ -10,9 +10,11 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_rl.policy.hardware import this_machine
+from megatron_rl.policy.passes.latent_attention import WholeLinear
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,14 @@ PATCHES = (
         " collective wants numbers",
         _without_cuda,
         _maybe_numpy,
+    ),
+    Patch(
+        multi_latent_attention,
+        "Linear",
+        "latent attention takes classes that it knows by name for the matrices that are not cut;"
+        " that of this package stands in for Transformer Engine's",
+        lambda: this_machine().transformer_engine is None,
+        WholeLinear,
     ),
     Patch(
         rope_utils,

@@ -261,9 +261,9 @@ def differing(patches) -> list[str]:
         if not callable(patch.replacement):
             continue
         theirs = ORIGINALS.get(patch) or getattr(patch.module, patch.name, None)
-        if theirs is None:
+        if not hasattr(patch.module, patch.name):
             found.append(f"{patch.module.__name__} has no {patch.name}")
-        elif names(theirs) != names(patch.replacement):
+        elif theirs and names(theirs) != names(patch.replacement):
             found.append(f"{patch.name} takes {names(theirs)}, not {names(patch.replacement)}")
     return found
 

@@ -134,7 +134,9 @@ def trips(policy: MegatronPolicy, fused: bool, batch: SequenceBatch) -> dict[str
             if tensor.dim():
                 device.put(tensor)
     for module in policy.modules:
-        for tensor in (module.rotary_pos_emb.inv_freq, *module.buffers()):
+        # megatron's are no buffers, and those of latent attention lie in its layers.
+        angles = [each.inv_freq for each in module.modules() if hasattr(each, "inv_freq")]
+        for tensor in (*angles, *module.buffers()):
             device.put(tensor)
 
     def logprobs(split: list[list[int]]) -> TokenScores:
@@ -182,15 +184,17 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def figures_of_others(folder: Path) -> dict[str, Any]:
-    """The same of a vision-language model, whose angles no fused kernel takes, and of experts."""
+    """The same of a vision-language model, whose angles no fused kernel takes, of experts, and
+    of latent attention."""
     found: dict[str, Any] = {}
     for layers in (2, 4):
         path = zoo.save_tiny_model("qwen2_5_vl", folder / f"images-{layers}", layers=layers)
         policy = seeing_policy(path, {}, keep_reference=False)
         found[f"{layers} images"] = trips(policy, False, seeing_batch())
         policy.close()
-        path = zoo.save_tiny_model("qwen3_moe", folder / f"experts-{layers}", layers=layers)
-        policy = tiny_policy(path, {}, keep_reference=False)
-        found[f"{layers} experts"] = trips(policy, True, make_batch())
-        policy.close()
+        for kind, family, fused in (("experts", "qwen3_moe", True), ("latent", "moonlight", False)):
+            path = zoo.save_tiny_model(family, folder / f"{kind}-{layers}", layers=layers)
+            policy = tiny_policy(path, {}, keep_reference=False)
+            found[f"{layers} {kind}"] = trips(policy, fused, make_batch())
+            policy.close()
     return found

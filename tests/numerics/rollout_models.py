@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.types import Completion, Prompt, Sampling
-from tests.zoo import transformer
+from tests.zoo import YARN, transformer
 
 VOCAB, EOS = 96, 2
 SIZES = {
@@ -31,6 +32,22 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": EOS,
     "pad_token_id": 0,
+}
+# vLLM's latent attention for CPUs takes 512 + 64 numbers of a token alone.
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    **ROUTER,
+    "tie_word_embeddings": False,
 }
 FAMILIES = {
     "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
@@ -55,6 +72,21 @@ FAMILIES = {
         "attention_bias": True,
         "use_qk_norm": True,
         "tie_word_embeddings": False,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "rope_parameters": YARN,
+        "n_group": 4,
+        "topk_group": 2,
+        **LATENT,
+    },
+    "moonlight": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        **LATENT,
     },
     "mixtral": {
         "head_dim": 32,

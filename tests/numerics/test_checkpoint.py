@@ -42,6 +42,7 @@ CASES = {
         Case("experts", {"tensor": 2, "sequence": True}, model="qwen3_moe"),
         Case("first_dense", {"expert": 2, **SHARDED}, model="glm4_moe"),
         Case("first_dense_bf16", {"expert": 2}, "bfloat16", model="glm4_moe"),
+        Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
     ],
     4: [
         Case("adapters_dp2", {"tensor": 2, **SHARDED}, lora=LORA),
@@ -73,6 +74,7 @@ RESHAPES = [
     ("ep2", Case("dp2", SHARDED, model="qwen3_moe")),
     ("experts", Case("ep2", {"expert": 2}, model="qwen3_moe")),
     ("first_dense", Case("pp2", {"pipeline": 2, **SHARDED}, model="glm4_moe")),
+    ("latent", Case("pp2", {"pipeline": 2}, model="deepseek_v3")),
 ]
 
 # Checkpoint of one case read into another layout, by number of ranks, and written again.

@@ -47,10 +47,15 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("action", list(BUDGET))
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("number", MICROBATCHES)
-def test_with_experts_only_their_sizes_are_waited_for(others, action, layers, number):
-    found = others[f"{layers} experts"][f"{action} {number}"]
-    sizes = {place: count * layers * number for place, count in EXPERTS.items()}
+@pytest.mark.parametrize("kind", ["experts", "latent"])
+def test_with_experts_only_their_sizes_are_waited_for(others, action, layers, number, kind):
+    """Beside latent attention, whose angles are those of every token, the first layer is dense."""
+    found = others[f"{layers} {kind}"][f"{action} {number}"]
+    with_experts = layers - (kind == "latent")
+    sizes = {place: count * with_experts * number for place, count in EXPERTS.items()}
     assert found["waits"] == BUDGET[action] | sizes
+    if kind == "latent":
+        assert found["vendor"] == {}
 
 
 @pytest.mark.parametrize("action", list(BUDGET))

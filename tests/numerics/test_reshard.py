@@ -26,6 +26,7 @@ CASES = {
     (2, 1): (
         "qwen3_moe:expert=2",
         "glm4_moe:expert=2",
+        "deepseek_v3:tensor=2,expert=2",
         "qwen3:tensor=2",
         "qwen2_tied:pipeline=2",
     ),
@@ -35,6 +36,8 @@ NIGHTLY = {
     (2, 2): (
         "qwen3_moe:tensor=2,expert=2",
         "glm4_moe:tensor=2,expert=2",
+        "deepseek_v3:tensor=2",
+        "moonlight:expert=2",
         "qwen3:",
         "qwen2_tied:pipeline=2",
         "qwen3:tensor=2",

@@ -346,6 +346,8 @@ if __name__ == "__main__":
     archs = (
         "qwen3_moe",
         "glm4_moe",
+        "deepseek_v3",
+        "moonlight",
         "qwen3",
         "qwen2_tied",
         "llama",

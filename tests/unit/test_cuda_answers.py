@@ -178,7 +178,7 @@ def test_no_remedy_for_a_cpu_is_installed(cuda: pytest.MonkeyPatch) -> None:
     cuda.setattr(patches, "this_machine", lambda: Machine((9, 0), None, "torch"))
     assert not patches._without_cuda()
     needed = {patch.name for patch in patches.PATCHES if patch.needed()}
-    assert needed == {"_apply_rotary_pos_emb_thd"}, "of any machine"
+    assert needed == {"_apply_rotary_pos_emb_thd", "Linear"}, "without Transformer Engine"
     # A new process, where no tracker has been made yet.
     cuda.setattr(patches, "PATCHES", ())
     cuda.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)

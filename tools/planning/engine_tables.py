@@ -14,12 +14,12 @@ from typing import Literal
 
 from megatron_rl.config.rules.layout_rules import engine_stages
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.models.base import Architecture
+from megatron_rl.models.base import Architecture, LatentAttention
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
 
-FAMILIES = ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v3", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
@@ -55,6 +55,7 @@ class ModelShape:
     moe_ffn: int = 0
     shared_ffn: int = 0  # 0 = no shared expert
     router_bias: bool = False  # as GLM-4.5: no gate before the shared expert then
+    latent: LatentAttention | None = None
     dense_layers: tuple[int, ...] = ()  # with an ordinary feed-forward, where others have experts
     expert_names: Literal["qwen", "mixtral"] = "qwen"
     dtype: str = "bfloat16"
@@ -84,6 +85,7 @@ class ModelShape:
             moe_ffn=arch.expert_ffn_hidden_size,
             shared_ffn=arch.shared_ffn_hidden_size,
             router_bias=arch.sigmoid_router,
+            latent=arch.latent,
             dense_layers=tuple(range(arch.num_dense_layers)),
             expert_names="mixtral" if mixtral else "qwen",
             dtype=dtype,
@@ -198,8 +200,9 @@ def rollout_shards(model: ModelShape, layout: RolloutLayout, rank: int) -> list[
     """What a vLLM worker wants, and where it keeps it.
 
     ``qkv_proj`` is [q part; k part; v part], key-value heads replicated where tp exceeds their
-    number; ``gate_up_proj`` is [gate part; up part]; ``w13_weight`` is (local experts, gate and up
-    part, hidden). Padding rows of the vocabulary receive nothing.
+    number; ``fused_qkv_a_proj`` of latent attention is whole on every rank; ``gate_up_proj`` is
+    [gate part; up part]; ``w13_weight`` is (local experts, gate and up part, hidden). Padding rows
+    of the vocabulary receive nothing.
     Raises ValueError when a size does not divide.
     """
     if layout.pp > 1 and layout.ep not in (1, layout.tp):
@@ -225,7 +228,10 @@ def rollout_shards(model: ModelShape, layout: RolloutLayout, rank: int) -> list[
         worker.same_name("model.norm", (model.hidden,))
     for sparse in (False, True):
         worker.layers([layer for layer in worker.stage if model.sparse(layer) == sparse])
-        worker.attention()
+        if model.latent is None:
+            worker.attention()
+        else:
+            worker.latent_attention(model.latent)
         if sparse:
             worker.experts()
         else:
@@ -290,15 +296,41 @@ class _Worker:
             if model.qkv_bias:
                 self.table.rows(f"{name}.bias", (full,), start, size, f"{key}.bias", row)
             row += size
-        width = heads * model.head_dim
-        full_width = model.heads * model.head_dim
-        name = "self_attn.o_proj.weight"
-        self.table.columns(name, (model.hidden, full_width), self.tp_rank * width, width, name)
-        self.same_name("input_layernorm", (model.hidden,))
-        self.same_name("post_attention_layernorm", (model.hidden,))
+        self._output(heads, model.head_dim)
         if model.qk_norm:
             self.same_name("self_attn.q_norm", (model.head_dim,))
             self.same_name("self_attn.k_norm", (model.head_dim,))
+
+    def latent_attention(self, latent: LatentAttention) -> None:
+        model = self.model
+        heads = divide("heads", model.heads, "rollout tp", self.layout.tp)
+        queries, down_rows = "q_proj", latent.rank + latent.rotary_dim
+        down, row, width = "kv_a_proj_with_mqa", 0, model.hidden
+        if latent.query_rank is not None:
+            queries, down, row, width = "q_b_proj", "fused_qkv_a_proj", *2 * (latent.query_rank,)
+            name, key = "self_attn.q_a_proj.weight", f"self_attn.{down}.weight"
+            self.table.rows(name, (row, model.hidden), 0, row, key)
+            self.same_name("self_attn.q_a_layernorm", (row,))
+        name, key = "self_attn.kv_a_proj_with_mqa.weight", f"self_attn.{down}.weight"
+        self.table.rows(name, (down_rows, model.hidden), 0, down_rows, key, row)
+        self.same_name("self_attn.kv_a_layernorm", (latent.rank,))
+        up_dim = latent.plain_dim + latent.value_dim
+        for name, dim, inputs in (
+            (queries, model.head_dim, width),
+            ("kv_b_proj", up_dim, latent.rank),
+        ):
+            name, full = f"self_attn.{name}.weight", (model.heads * dim, inputs)
+            self.table.rows(name, full, self.tp_rank * heads * dim, heads * dim, name)
+        self._output(heads, latent.value_dim)
+
+    def _output(self, heads: int, value_dim: int) -> None:
+        """The matrix behind attention, and the norms of the layer."""
+        model, width = self.model, heads * value_dim
+        name = "self_attn.o_proj.weight"
+        full = (model.hidden, model.heads * value_dim)
+        self.table.columns(name, full, self.tp_rank * width, width, name)
+        self.same_name("input_layernorm", (model.hidden,))
+        self.same_name("post_attention_layernorm", (model.hidden,))
 
     def _kv_heads(self) -> tuple[int, int]:
         """First key-value head of the worker, and how many it has."""

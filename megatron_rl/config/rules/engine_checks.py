@@ -147,7 +147,8 @@ def least_cache_bytes(
     lacks a size. vLLM keeps one block more, which is always empty.
 
     Formula: (ceil(tokens / block) + 1) * block * 2 * layers * kv_heads * head_dim * bytes, with the
-    layers of the longest stage, the heads of one rank and the bytes of a number.
+    layers of the longest stage, the heads of one rank and the bytes of a number; with latent
+    attention its dimension, on every rank, in place of 2 * kv_heads * head_dim.
     Example: 1024 tokens, 28 layers, 4 heads of 128 on two ranks, bfloat16, blocks of 16:
     65 * 16 * 2 * 28 * 2 * 128 * 2 bytes = 28.4 MiB.
     """
@@ -164,4 +165,5 @@ def token_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
     # Where ranks outnumber the key-value heads, several hold the same head.
     heads_of_rank = max(1, sizes.num_kv_heads // rollout.tensor)
     layers = longest_engine_stage(sizes.num_layers, rollout.pipeline)
-    return 2 * layers * heads_of_rank * sizes.head_dim * ITEM_BYTES[rollout.dtype]
+    numbers = sizes.latent_dim or 2 * heads_of_rank * sizes.head_dim
+    return layers * numbers * ITEM_BYTES[rollout.dtype]

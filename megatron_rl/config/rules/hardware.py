@@ -24,6 +24,7 @@ _CAPABILITY = {
 }
 # Widths of an attention head for which vLLM has CPU kernels; it fails only at the first request.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_CPU_LATENT_DIM = 576
 _OTHER_RECIPE = "choose precision=fp8_tensorwise or precision=bf16"
 
 
@@ -83,7 +84,12 @@ def engine_problems(
 ) -> Iterator[str]:
     """Requirements of the engine alone that ``machine`` does not meet."""
     on_cpu = machine.compute_capability is None
-    if on_cpu and sizes and sizes.head_dim and sizes.head_dim not in _CPU_HEAD_DIMS:
+    if on_cpu and sizes and sizes.latent_dim not in (0, _CPU_LATENT_DIM):
+        yield (
+            f"model.path: kv_lora_rank + qk_rope_head_dim = {sizes.latent_dim}: without a GPU vLLM"
+            f" has latent attention for {_CPU_LATENT_DIM} only; use a model with that, or a GPU"
+        )
+    elif on_cpu and sizes and sizes.head_dim and sizes.head_dim not in _CPU_HEAD_DIMS:
         known = ", ".join(map(str, _CPU_HEAD_DIMS))
         yield (
             f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
@@ -148,7 +154,7 @@ def linear_sizes(parallel: ParallelConfig, sizes: ModelSizes) -> dict[str, int]:
     3584, 1152, 896 and 4736.
     """
     query_rows = sizes.num_heads * sizes.head_dim
-    key_value_rows = 2 * sizes.num_kv_heads * sizes.head_dim
+    key_value_rows = 0 if sizes.latent_dim else 2 * sizes.num_kv_heads * sizes.head_dim
     if sizes.num_experts:
         what = "expert width of one expert-tensor rank"
         width = sizes.expert_ffn_hidden_size // parallel.expert_tensor

@@ -106,6 +106,16 @@ class Packing(PackedSeqParams):
     images: PlacedImages | None = None
 
     @cached_property
+    def all_positions(self) -> Tensor:
+        """Positions of the packed tokens in their sequences, where one context rank has them all;
+        found on the device."""
+        if self.positions is not None:
+            return self.positions
+        ends = self.cu_seqlens_q[1:]
+        tokens = torch.arange(int(self.lengths.sum()), device=ends.device)
+        return tokens - self.cu_seqlens_q[torch.bucketize(tokens, ends, right=True)]
+
+    @cached_property
     def groups(self) -> tuple[list[AttentionCall], Tensor]:
         """``group`` of this packing, on the device of its boundaries.
 

@@ -22,7 +22,6 @@ from megatron_rl.models.parameter_map import (
     EMBEDDING,
     EXPERT_BIAS,
     FINAL_NORM,
-    FUSED_NORMS,
     HEAD,
     TIED_HEAD,
     VISION,
@@ -30,6 +29,7 @@ from megatron_rl.models.parameter_map import (
     adapter_parameters,
     axis_sizes,
     expert_parameters,
+    fused_norms,
     layer_parameters,
     local_shape,
     part_of,
@@ -134,7 +134,7 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
         slot_name = in_expert["name"]
     else:
         candidates = layer_parameters(arch, layer) + adapter_parameters(arch, layer)
-        slot_name = FUSED_NORMS.get(rest, rest)
+        slot_name = fused_norms(arch).get(rest, rest)
     matches = [parameter for parameter in candidates if parameter.slot.megatron == slot_name]
     assert len(matches) == 1, f"no HF tensor is known for parameter {name}"
     return matches[0]

@@ -59,4 +59,6 @@ def test_a_server_gets_the_settings_of_the_engine_in_the_process(parser, overrid
     words = server_command(arguments, "127.0.0.1", 8000)
     parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(words[3:]))
     settings = {name: arguments[name] for name in arguments if name not in OF_THE_LIBRARY}
+    backend = settings.pop("attention_config")["backend"]  # without a GPU
+    assert parsed.attention_config.backend.name == backend == "CPU_MLA"
     assert {name: getattr(parsed, name) for name in settings} == settings

@@ -24,7 +24,9 @@ FAMILIES_FOLDER = Path(families.__file__).parent
 
 
 def config(kind: str, **more: Any) -> Any:
-    name = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe"}.get(kind, kind.lower())
+    name = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3"}.get(
+        kind, kind.lower()
+    )
     return getattr(transformers, f"{kind}Config")(**(SMALL | TINY[name] | more))
 
 

@@ -377,7 +377,7 @@ def test_the_parameter_map_says_what_the_tables_say(arch: Architecture, layout: 
 
 
 def test_a_family_without_a_table_is_named() -> None:
-    with pytest.raises(ValueError, match="model family 'mamba' has no declared layout; known: glm"):
+    with pytest.raises(ValueError, match="family 'mamba' has no declared layout; known: deep"):
         ModelShape.of(replace(DENSE_ARCH, family="mamba"))
 
 

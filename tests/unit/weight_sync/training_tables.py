@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.models.base import LatentAttention
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from tools.planning.engine_tables import (
     EXPERT_BLOCK,
@@ -29,6 +30,7 @@ FAMILIES = (
     "qwen3_moe",
     "mixtral",
     "glm4_moe",
+    "deepseek_v3",
 )
 
 
@@ -46,6 +48,16 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         if config.get(key) and not is_glm:
             raise ValueError(f"config.json: {key}=true is not described by the declared layouts")
     heads = config["num_attention_heads"]
+    latent = None
+    if family == "deepseek_v3":
+        latent = LatentAttention(
+            query_rank=config["q_lora_rank"],
+            rank=config["kv_lora_rank"],
+            plain_dim=config["qk_nope_head_dim"],
+            rotary_dim=config["qk_rope_head_dim"],
+            value_dim=config["v_head_dim"],
+        )
+        config = {**config, "head_dim": latent.plain_dim + latent.rotary_dim}
     return ModelShape(
         config["num_hidden_layers"],
         hidden=config["hidden_size"],
@@ -58,6 +70,7 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         qkv_bias=family.startswith("qwen2") or (is_glm and config["attention_bias"]),
         qk_norm=family.startswith("qwen3") or (is_glm and config["use_qk_norm"]),
         dtype=dtype,
+        latent=latent,
         **_expert_sizes(config),
     )
 
@@ -70,7 +83,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
             "moe_ffn": config["intermediate_size"],
             "expert_names": "mixtral",
         }
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "deepseek_v3"):
         return {
             "experts": config["n_routed_experts"],
             "moe_ffn": config["moe_intermediate_size"],
@@ -184,7 +197,11 @@ def train_shards(model: ModelShape, layout: TrainLayout, rank: int) -> list[Shar
             table.lines.parameters = tuple(
                 f"{chunk}:decoder.layers.{layer - layers.start}." for layer in chosen
             )
-            table.attention()
+            if model.latent is None:
+                table.attention()
+            else:
+                table.latent_attention(model.latent)
+            table.norms()
             if sparse:
                 table.experts()
             else:
@@ -235,6 +252,37 @@ class _RankTable:
         for letter in "qk" if model.qk_norm else "":
             key = f"self_attention.{letter}_layernorm.weight"
             self.lines.whole(f"self_attn.{letter}_norm.weight", (model.head_dim,), key)
+
+    def latent_attention(self, latent: LatentAttention) -> None:
+        """Heads are cut over tp; what all heads share is whole on every rank."""
+        model, tp, here = self.model, self.layout.tp, self.at["tp"]
+
+        def whole(name: str, full: tuple[int, ...], key: str) -> None:
+            self.lines.whole(f"self_attn.{name}.weight", full, f"self_attention.{key}.weight")
+
+        def heads(name: str, dim: int, inputs: int, key: str) -> None:
+            rows = model.heads * dim
+            name, key = f"self_attn.{name}.weight", f"self_attention.{key}.weight"
+            self.lines.rows(name, (rows, inputs), here * rows // tp, rows // tp, key)
+
+        if latent.query_rank is None:
+            heads("q_proj", model.head_dim, model.hidden, "linear_q_proj")
+        else:
+            whole("q_a_proj", (latent.query_rank, model.hidden), "linear_q_down_proj")
+            whole("q_a_layernorm", (latent.query_rank,), "q_layernorm")
+            heads("q_b_proj", model.head_dim, latent.query_rank, "linear_q_up_proj")
+        down = (latent.rank + latent.rotary_dim, model.hidden)
+        whole("kv_a_proj_with_mqa", down, "linear_kv_down_proj")
+        whole("kv_a_layernorm", (latent.rank,), "kv_layernorm")
+        up = latent.plain_dim + latent.value_dim
+        heads("kv_b_proj", up, latent.rank, "linear_kv_up_proj")
+        width = model.heads * latent.value_dim
+        key = "self_attention.linear_proj.weight"
+        full, part = (model.hidden, width), width // tp
+        self.lines.columns("self_attn.o_proj.weight", full, here * part, part, key)
+
+    def norms(self) -> None:
+        model = self.model
         norm = "input_layernorm.weight"
         self.lines.whole(norm, (model.hidden,), norm)
         norm = "post_attention_layernorm.weight"

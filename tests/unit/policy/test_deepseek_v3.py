@@ -1,0 +1,56 @@
+"""DeepSeek-V3 without megatron: sizes of the published model, what an engine keeps of a token, and
+what does not go with latent attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.rules.engine_checks import token_bytes
+from megatron_rl.config.rules.hardware import Machine, engine_problems
+from megatron_rl.models import read_architecture
+from megatron_rl.models.adapters import adapter_problems
+from megatron_rl.planning.parameter_counts import stage_counts
+from tests import zoo
+from tests.numerics.policy_cases import parallel
+from tests.numerics.rollout_models import engine_config
+from tools.plan_sync import architecture
+
+
+def test_parameters_of_the_published_model() -> None:
+    """Counted by hand from Tables 1 and 2 of arXiv:2412.19437, without the layer for further
+    tokens: hidden 7168, 128 heads of 128 + 64, latent vectors of 1536 and 512 + 64, 256 experts and
+    a shared one of 2048 in 58 layers, 3 of 18432."""
+    hidden, expert, heads = 7168, 3 * 7168 * 2048, 128
+    queries = hidden * 1536 + 1536 + 1536 * heads * 192
+    attention = queries + hidden * 576 + 512 + 512 * heads * 256 + heads * 128 * hidden
+    dense = 3 * (attention + 2 * hidden + 3 * hidden * 18432)
+    sparse = 58 * (attention + 2 * hidden + 257 * expert + 256 * hidden + 256)
+    (counts,) = stage_counts(architecture("deepseek-v3"), parallel(), 1)
+    assert counts.total == dense + sparse + 2 * 129280 * hidden + hidden == 671_026_419_200
+
+
+def test_an_engine_keeps_one_latent_vector_of_a_token() -> None:
+    """On every tensor rank; heads of their own would be 2 * 128 * 192 numbers in place of 576."""
+    rollout = engine_config(dtype="bfloat16", tensor=8)
+    assert token_bytes(rollout, architecture("deepseek-v3")) == 61 * 576 * 2
+
+
+def test_what_is_refused_with_latent_attention(tmp_path: Path) -> None:
+    path = zoo.save_tiny_model("moonlight", tmp_path / "model")
+    arch = read_architecture(path)[0]
+    run = zoo.configured(path, "model.lora.rank=4")
+    problems = adapter_problems(arch, run.model, run.parallel, run.precision)
+    assert any("adapters of latent attention are not implemented" in one for one in problems)
+    cpu = Machine(compute_capability=None, transformer_engine=None, adam="torch")
+    (problem,) = engine_problems(engine_config(), cpu, arch)
+    assert problem.startswith("model.path: kv_lora_rank + qk_rope_head_dim = 40: without a GPU")
+
+
+def test_a_router_that_vllm_would_read_otherwise_is_refused(tmp_path: Path) -> None:
+    path = zoo.save_tiny_model("deepseek_v3", tmp_path / "model")
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"scoring_func"', '"other"'))
+    with pytest.raises(ValueError, match="scoring_func is absent"):
+        read_architecture(path)
