@@ -61,6 +61,7 @@ CLASSES = {
     "moonlight": "DeepseekV3",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen2_5_vl_tied": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(vocab_size=128, tie_word_embeddings=False),
@@ -150,6 +151,7 @@ IMAGE_TOKEN = 5
 SEEING: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": dict(tie_word_embeddings=False),
     "qwen2_5_vl_tied": dict(tie_word_embeddings=True),
+    "qwen3_vl": dict(tie_word_embeddings=False),
 }
 SEEING_TEXT: dict[str, Any] = dict(
     vocab_size=128,
@@ -166,6 +168,19 @@ TOWER: dict[str, Any] = dict(
     temporal_patch_size=2,
     window_size=56,
     fullatt_block_indexes=[1],
+)
+# Of Qwen3-VL: learned positions of a square of 4 by 4, and features of the first block for the first
+# decoder layer.
+DEEP_TOWER: dict[str, Any] = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=2,
+    patch_size=14,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    num_position_embeddings=16,
+    deepstack_visual_indexes=[0],
 )
 SPECIAL_IDS: dict[str, int] = dict(
     image_token_id=IMAGE_TOKEN,
@@ -185,6 +200,12 @@ def seeing_config(text: dict[str, Any], **more: Any) -> Any:
 
 def transformer(family: str, settings: dict[str, Any]) -> PreTrainedModel:
     """A model of transformers with these settings and the weights that it begins with."""
+    if family == "qwen3_vl":
+        deep = DEEP_TOWER | dict(out_hidden_size=settings["hidden_size"])
+        config = transformers.Qwen3VLConfig(
+            text_config=settings, vision_config=deep, **SPECIAL_IDS, **SEEING[family]
+        )
+        return transformers.Qwen3VLForConditionalGeneration(config)
     if family in SEEING:
         config = seeing_config(settings, **SEEING[family])
         return transformers.Qwen2_5_VLForConditionalGeneration(config)
@@ -195,6 +216,8 @@ def transformer(family: str, settings: dict[str, Any]) -> PreTrainedModel:
 def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrainedModel:
     """The model in float32, evaluation mode; norms and biases away from their initial values."""
     settings = SMALL | (SEEING_TEXT if family in SEEING else FAMILIES[family])
+    if family == "qwen3_vl":
+        settings |= dict(head_dim=16)
     if layers is not None:
         settings["num_hidden_layers"] = layers
     draw = torch.Generator().manual_seed(seed)

@@ -19,6 +19,7 @@ from megatron_rl.models import (
     qwen2_5_vl,
     qwen3,
     qwen3_moe,
+    qwen3_vl,
 )
 from megatron_rl.models.base import Architecture, Family, Slot
 
@@ -34,6 +35,7 @@ FAMILIES = {
         qwen2_5_vl,
         qwen3,
         qwen3_moe,
+        qwen3_vl,
     )
 }
 

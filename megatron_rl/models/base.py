@@ -5,7 +5,7 @@ Nothing here imports megatron, so that planners can read an architecture without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ from megatron_rl.config.model_config import DENSE_SIZES, ModelSizes, model_sizes
 if TYPE_CHECKING:
     import torch
 
-    from megatron_rl.config.schema import ModelConfig, PrecisionConfig
+    from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 
 # How the HF tensors of a slot are laid out in the Megatron parameter, and along which axis that is
 # cut over tensor-parallel ranks: whole (not cut), rows and columns (one tensor, cut along axis 0 /
@@ -63,7 +63,7 @@ DENSE_MLP = (
 class Vision:
     """The tower that turns patches of images into features of the language model's width.
 
-    ``tensors``: HF name (which is the name in the model too) and shape of every parameter. A token
+    ``tensors``: name in the model and shape of every parameter. A token
     is a square of ``merge`` by ``merge`` patches, a patch ``patch_numbers`` numbers.
     """
 
@@ -74,6 +74,7 @@ class Vision:
     depth: int
     hidden_size: int
     ffn_hidden_size: int
+    num_deep: int = 0  # of its blocks whose features are added behind the first decoder layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +115,12 @@ class Architecture(ModelSizes):
         latent: None: queries, keys and values are products of the hidden state.
         rotary_share: of a head that is rotated.
         mrope_section: how many of a head's angles belong to time, row and column of a position
-            (empty: positions are plain numbers).
+            (empty: positions are plain numbers). ``mrope_interleaved``: in turns, else one after
+            the other.
         adapter_slots: A and B of the adapters of a layer; empty: all weights are trained.
         prefixes: those that a newer layout of the checkpoint has, and what they are here.
+        text_prefix: how HF's names begin in the language model, but for the head;
+            ``tower_prefix``: what they have before those of ``Vision.tensors``.
     """
 
     family: str
@@ -141,8 +145,11 @@ class Architecture(ModelSizes):
     latent: LatentAttention | None = None
     rotary_share: float = 1.0
     mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
     vision: Vision | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
+    text_prefix: str = "model."
+    tower_prefix: str = ""
     adapter_slots: tuple[Slot, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
@@ -179,11 +186,19 @@ def _refusal(hf: Any, option: str, value: Any, allowed: Sequence[Any]) -> str:
     )
 
 
-def vision_problems(
-    arch: Architecture, model: ModelConfig, precision: PrecisionConfig
+def family_problems(
+    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> list[str]:
-    """What of the settings does not suit a model with, or without, a tower: key, value, remedy."""
+    """What of the settings does not suit a model with, or without, a tower, or with latent
+    attention: key, value, remedy."""
     problems = []
+    if arch.latent is not None and precision.fp8 is not None:
+        problems.append(
+            f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with latent"
+            " attention; set precision=bf16"
+        )
+    if arch.vision is not None and arch.vision.num_deep:
+        problems += _deep_problems(arch.num_layers, arch.vision.num_deep, parallel)
     if arch.vision is None and model.freeze_vision:
         problems.append(
             f"model.freeze_vision = True: a model of family {arch.family} has no tower; set it to"
@@ -195,6 +210,25 @@ def vision_problems(
             " vision-language models; set precision=bf16"
         )
     return problems
+
+
+def _deep_problems(num_layers: int, num_deep: int, parallel: ParallelConfig) -> Iterator[str]:
+    """Features come into layers where the tower is, and are no arguments of a layer."""
+    if parallel.recompute == "full":
+        yield (
+            "parallel.recompute = full: a layer that is run again would lack the features of images"
+            " that this model adds behind it; set selective or none"
+        )
+    chunks = (parallel.virtual_pipeline or 1) * parallel.pipeline
+    first = num_layers // chunks
+    if parallel.first_stage_layers is not None:
+        first = parallel.first_stage_layers // (parallel.virtual_pipeline or 1)
+    if first < num_deep:
+        yield (
+            f"parallel.pipeline = {parallel.pipeline}: the first stage begins with {first} layers,"
+            f" and this model adds features of images behind the first {num_deep}; lower it, or"
+            " raise parallel.first_stage_layers"
+        )
 
 
 def common(hf: Any, **more: Any) -> Architecture:

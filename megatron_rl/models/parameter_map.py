@@ -20,7 +20,7 @@ EMBEDDING = Slot("embedding.word_embeddings.weight", "vocab", ("model.embed_toke
 FINAL_NORM = Slot("decoder.final_layernorm.weight", "whole", ("model.norm.weight",))
 HEAD = Slot("output_layer.weight", "vocab", ("lm_head.weight",))
 TIED_HEAD = Slot("output_layer.weight", "vocab", ("model.embed_tokens.weight",))
-# The tower's parameters have one name on both sides.
+# How the names of the tower's parameters begin in the model.
 VISION = "visual."
 SHARED_EXPERT = "shared_experts."
 EXPERT_BIAS = "router.expert_bias"
@@ -76,20 +76,20 @@ def padded_vocab(vocab_size: int, divisible_by: int, tensor: int) -> int:
 
 def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """Parameters of one layer without its experts, in the order of the architecture."""
-    prefix = f"model.layers.{layer}."
+    prefix = f"{arch.text_prefix}layers.{layer}."
     slots = arch.dense_slots if layer < arch.num_dense_layers else arch.layer_slots
     return [_parameter(slot, prefix, layer) for slot in slots]
 
 
 def adapter_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """The adapters of one layer. They are no parameters of the model: see ``models.adapters``."""
-    prefix = f"model.layers.{layer}."
+    prefix = f"{arch.text_prefix}layers.{layer}."
     return [_parameter(slot, prefix, layer) for slot in arch.adapter_slots]
 
 
 def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:
     """Parameters of one expert of one layer that has experts."""
-    prefix = f"model.layers.{layer}.{arch.expert_prefix}.{expert}."
+    prefix = f"{arch.text_prefix}layers.{layer}.{arch.expert_prefix}.{expert}."
     return [_parameter(slot, prefix, layer, expert) for slot in arch.expert_slots]
 
 
@@ -100,16 +100,26 @@ def _parameter(slot: Slot, prefix: str, layer: int, expert: int | None = None) -
 def vision_parameters(arch: Architecture) -> list[Parameter]:
     """Parameters of the vision tower, which every tensor rank of the first stage has whole."""
     tensors = () if arch.vision is None else arch.vision.tensors
-    return [Parameter(Slot(name, "whole", (name,)), (name,)) for name, _ in tensors]
+    return [
+        Parameter(Slot(name, "whole", (name,)), (arch.tower_prefix + name,)) for name, _ in tensors
+    ]
+
+
+def outer_parameter(slot: Slot, arch: Architecture) -> Parameter:
+    """One of the language model outside its layers."""
+    (name,) = slot.hf
+    if name.startswith("model."):
+        name = arch.text_prefix + name.removeprefix("model.")
+    return Parameter(slot, (name,))
 
 
 def outer_parameters(arch: Architecture) -> tuple[list[Parameter], list[Parameter]]:
     """Parameters of the language model before its first layer, and after its last one. A tied
     head is no parameter."""
-    after = [Parameter(FINAL_NORM, FINAL_NORM.hf)]
+    after = [outer_parameter(FINAL_NORM, arch)]
     if not arch.tied_embeddings:
-        after.append(Parameter(HEAD, HEAD.hf))
-    return [Parameter(EMBEDDING, EMBEDDING.hf)], after
+        after.append(outer_parameter(HEAD, arch))
+    return [outer_parameter(EMBEDDING, arch)], after
 
 
 def model_parameters(arch: Architecture) -> Iterator[Parameter]:

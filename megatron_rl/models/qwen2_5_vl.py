@@ -39,13 +39,13 @@ def read(hf: Any) -> Architecture:
         tied_embeddings=bool(hf.tie_word_embeddings),
         qkv_bias=True,
         layer_slots=ATTENTION + QKV_BIAS + DENSE_MLP,
-        mrope_section=_mrope_section(text),
-        vision=_vision(hf),
+        mrope_section=mrope_section(text),
+        vision=vision_sizes(hf, "silu", tuple(_tensors(hf.vision_config))),
         prefixes=_PREFIXES,
     )
 
 
-def _mrope_section(text: Any) -> tuple[int, ...]:
+def mrope_section(text: Any) -> tuple[int, ...]:
     section = tuple(text.rope_parameters.get("mrope_section") or ())
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if len(section) != 3 or 2 * sum(section) != head_dim:
@@ -56,38 +56,48 @@ def _mrope_section(text: Any) -> tuple[int, ...]:
     return section
 
 
-def _vision(hf: Any) -> Vision:
+Tensors = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def vision_sizes(hf: Any, activation: str, tensors: tuple[Any, ...], **more: Any) -> Vision:
+    """The tower of ``hf.vision_config``, which has ``tensors``; ``more`` fields."""
     vision = hf.vision_config
-    refuse(vision, {"hidden_act": ("silu",)})
+    refuse(vision, {"hidden_act": (activation,)})
     if vision.out_hidden_size != hf.text_config.hidden_size:
         raise ValueError(
             f"config.json of {hf.model_type}: vision_config.out_hidden_size is"
             f" {vision.out_hidden_size}, but hidden_size is {hf.text_config.hidden_size}; correct"
             " the key"
         )
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     return Vision(
-        tensors=tuple(_tensors(vision, patch)),
+        tensors=tensors,
         image_token=hf.image_token_id,
         merge=vision.spatial_merge_size,
-        patch_numbers=math.prod(patch),
+        patch_numbers=math.prod(patch_shape(vision)),
         depth=vision.depth,
         hidden_size=vision.hidden_size,
         ffn_hidden_size=vision.intermediate_size,
+        **more,
     )
 
 
-def _tensors(vision: Any, patch: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def patch_shape(vision: Any) -> tuple[int, int, int, int]:
+    """Channels, pictures, rows and columns of a patch."""
+    return (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+
+
+def linear(name: str, rows: int, columns: int) -> Tensors:
+    """Name and shape of a matrix and its bias."""
+    yield f"{name}.weight", (rows, columns)
+    yield f"{name}.bias", (rows,)
+
+
+def _tensors(vision: Any) -> Tensors:
     """Name and shape of every parameter, in the order of the module."""
     hidden = vision.hidden_size
     ffn = vision.intermediate_size
     merged = hidden * vision.spatial_merge_size**2
-
-    def linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{name}.weight", (rows, columns)
-        yield f"{name}.bias", (rows,)
-
-    yield "visual.patch_embed.proj.weight", (hidden, *patch)
+    yield "visual.patch_embed.proj.weight", (hidden, *patch_shape(vision))
     for number in range(vision.depth):
         block = f"visual.blocks.{number}"
         yield f"{block}.norm1.weight", (hidden,)

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
     get_vision_window_index,
 )
@@ -68,8 +69,8 @@ class Windows:
 
 
 def with_windows(tower: Any, attention: Any, rotate: Callable[..., Any]) -> Any:
-    """``tower`` of transformers, which makes one call of ``attention`` for each window and reads
-    the boundaries in each block, with one call for all windows and no read.
+    """``tower`` of transformers, which makes one call of ``attention`` for each window or image and
+    reads the boundaries in each block, with one call for all of them and no read.
 
     ``tower(pixels, grid_thw)`` takes the grids of the host: all that follows from them is made
     there and queued. ``rotate``: the rotary embedding of ``attention``.
@@ -93,16 +94,27 @@ def with_windows(tower: Any, attention: Any, rotate: Callable[..., Any]) -> Any:
         def forward(self, hidden_states: Tensor, grid_thw: Int[Tensor, "images 3"]) -> Any:
             put = partial(to_device, device=hidden_states.device)
             merge = self.spatial_merge_size
-            order, windows = get_vision_window_index(
-                grid_thw, merge, self.window_size, self.patch_size
-            )
+            more: dict[str, Any] = {}
+            if hasattr(self, "window_size"):  # some blocks look at a part of an image
+                order, windows = get_vision_window_index(
+                    grid_thw, merge, self.window_size, self.patch_size
+                )
+                more = dict(window_index=put(order), cu_window_seqlens=Windows.of(windows, put))
+            if hasattr(self, "pos_embed"):  # learned positions, of a square of other size
+                taps, weights = get_vision_interpolation_indices_and_weights(
+                    grid_thw,
+                    self.num_grid_per_side,
+                    mode=self.interpolation_mode,
+                    align_corners=self.interpolation_align_corners,
+                    spatial_merge_size=merge,
+                )
+                more |= dict(interp_indices=put(taps), interp_weights=put(weights))
             return super().forward(
                 hidden_states,
                 grid_thw=grid_thw,
                 position_ids=put(get_vision_position_ids(grid_thw, merge)),
-                window_index=put(order),
-                cu_window_seqlens=Windows.of(windows, put),
                 cu_seqlens=Windows.of(get_vision_cu_seqlens(grid_thw), put),
+                **more,
             )
 
     return WindowTower

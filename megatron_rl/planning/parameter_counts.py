@@ -51,7 +51,7 @@ def is_cut_by_engine(parameter: Parameter) -> bool:
     and of its end."""
     name = parameter.slot.megatron
     is_matrix = name.endswith(".weight") and "norm" not in name and "ln_q" not in name
-    return is_matrix and not name.startswith(VISION + "patch_embed")
+    return is_matrix and not name.startswith((VISION + "patch_embed", VISION + "pos_embed"))
 
 
 def is_layer_matrix(parameter: Parameter) -> bool:

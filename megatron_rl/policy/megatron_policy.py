@@ -21,7 +21,7 @@ from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import read_architecture
 from megatron_rl.models.adapters import adapter_problems, with_adapters
-from megatron_rl.models.base import vision_problems
+from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.passes import (
     EXPERTS,
@@ -95,7 +95,7 @@ class MegatronPolicy:
         self.model = model
         self.arch, self.hf_config = read_architecture(self.path)
         problems = layout_problems(self.arch, parallel, dist.get_world_size())
-        problems += vision_problems(self.arch, model, precision)
+        problems += family_problems(self.arch, model, parallel, precision)
         problems += adapter_problems(self.arch, model, parallel, precision)
         if problems:
             raise ValueError("\n".join(problems))

@@ -38,7 +38,12 @@ from megatron_rl.policy.passes.latent_attention import (
     WholeLinear,
     set_packed_angles,
 )
-from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
+from megatron_rl.policy.passes.vision import (
+    add_tower,
+    embed,
+    set_image_angles,
+    set_tower_angles,
+)
 from megatron_rl.policy.precision import model_fields
 
 
@@ -363,9 +368,7 @@ def build_chunks(
             vp_stage=vp_stage,
         )
         if arch.mrope_section:
-            # Positions are those of all context ranks; attention takes its own of each sequence.
-            # This class would cut the packed row as if it were one sequence.
-            model.rotary_pos_emb.cp_group = None
+            set_image_angles(model, arch.mrope_section, interleaved=arch.mrope_interleaved)
         if arch.vision is not None and model.pre_process:
             recompute = config.recompute_granularity is not None
             add_tower(model, hf, config, recompute=recompute, frozen=settings.freeze_vision)

@@ -21,6 +21,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.reading import Data, all_prompts
 from megatron_rl.errors import concerning
 from megatron_rl.models import FAMILIES, read_architecture
+from megatron_rl.models.parameter_map import vision_parameters
 from megatron_rl.protocols import ImageProcessor
 from megatron_rl.reporting.row_file import replace_text
 from megatron_rl.runtime.device import device
@@ -108,8 +109,9 @@ class Tower:
         digest = hashlib.sha256((model_path / "preprocessor_config.json").read_bytes())
         digest.update(repr(sorted(processor.size_limits.items())).encode())
         weights = {}
-        for name, _ in arch.vision.tensors:
-            tensor = directory.read(name)
+        for parameter in vision_parameters(arch):
+            name = parameter.slot.megatron
+            tensor = directory.read(parameter.names[0])
             digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
             weights[name.removeprefix("visual.")] = tensor.float()
         self.fingerprint = digest.hexdigest()

@@ -138,8 +138,8 @@ def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def parts(tensors: dict[str, Any]) -> dict[str, list[str]]:
     """The names of a vision-language model, apart; nothing of another."""
-    tower = [name for name in tensors if name.startswith("visual.")]
-    rest = [name for name in tensors if not name.startswith("visual.")]
+    tower = [name for name in tensors if "visual." in name]
+    rest = [name for name in tensors if "visual." not in name]
     return {"tower": tower, "language": rest} if tower else {}
 
 

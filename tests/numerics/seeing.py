@@ -155,15 +155,20 @@ def hf_logits(
     By the parts of the model, for transformers refuses a response with image tokens.
     """
     states = hf.get_input_embeddings()(tokens[None])
+    deep: dict[str, Any] = {}
     if images:
         pixels = torch.cat([processor.pixels(each) for each in images])
         grids = torch.tensor([processor.grid(each) for each in images])
-        features = hf.model.visual(pixels, grid_thw=grids).pooler_output
+        features = hf.model.visual(pixels, grid_thw=grids)
         places = torch.zeros_like(tokens, dtype=torch.bool)
         places[:prompt] = tokens[:prompt] == processor.image_token_id
-        states = states.masked_scatter(places[None, :, None], features)
+        states = states.masked_scatter(places[None, :, None], features.pooler_output)
+        if hasattr(features, "deepstack_features"):
+            deep = dict(
+                visual_pos_masks=places[None], deepstack_visual_embeds=features.deepstack_features
+            )
     positions = hf_positions(hf, tokens[:prompt].tolist(), len(tokens), images, processor)
-    states = hf.model.language_model(inputs_embeds=states, position_ids=positions)
+    states = hf.model.language_model(inputs_embeds=states, position_ids=positions, **deep)
     return hf.lm_head(states.last_hidden_state)[0]
 
 
@@ -193,8 +198,10 @@ def write_model(path: Path, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration
     return model
 
 
-def published_name(name: str) -> str:
+def published_name(name: str, model: str = "qwen2_5_vl") -> str:
     """Of a tensor, from its name in transformers."""
+    if model == "qwen3_vl":
+        return name
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
 
 
@@ -202,7 +209,7 @@ def seeing_reference(model: str, layers: int | None) -> dict[str, Any]:
     """Logits, scores, loss and gradients by transformers and torch."""
     hf = tiny_model(model, layers=layers)
     found = seeing_differentiated(hf)
-    gradients = {published_name(key): each.grad for key, each in hf.named_parameters()}
+    gradients = {published_name(key, model): each.grad for key, each in hf.named_parameters()}
     return found | dict(gradients=gradients)
 
 

@@ -20,6 +20,7 @@ SEQUENCE = dict(tensor=2, sequence=True)
 OVERLAP = dict(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 VL = "qwen2_5_vl"
 TIED = "qwen2_5_vl_tied"
+DEEP = "qwen3_vl"
 CASES = [
     _case(VL, 1),
     _case(VL, 2, tensor=2, full=True),  # a part of the next
@@ -28,6 +29,11 @@ CASES = [
     _case(VL, 2, context=2),
     _case(VL, 2),
     _case(VL, 2, **OVERLAP),
+    _case(DEEP, 1),
+    _case(DEEP, 2, **SEQUENCE, recompute="selective"),
+    _case(DEEP, 2, pipeline=2, virtual_pipeline=2),
+    _case(DEEP, 2, context=2, full=True),
+    _case(DEEP, 2, **OVERLAP, full=True),
     _case(VL, 1, recompute="selective", full=True),
     _case(VL, 2, **SEQUENCE, full=True),
     _case(VL, 2, pipeline=2, virtual_pipeline=2, full=True),

@@ -15,6 +15,7 @@ from megatron_rl.models.parameter_map import (
     Parameter,
     expert_parameters,
     layer_parameters,
+    outer_parameter,
     outer_parameters,
     padded_vocab,
     shards,
@@ -146,7 +147,7 @@ def training_shards(arch: Architecture, layout: TrainingLayout, rank: int) -> li
     held = _Held(arch, layout, place_of(layout, rank))
     before, after = outer_parameters(arch)
     if arch.tied_embeddings and parallel.pipeline > 1:  # the last stage has a copy
-        after.append(Parameter(TIED_HEAD, TIED_HEAD.hf))
+        after.append(outer_parameter(TIED_HEAD, arch))
     chunks = stage_chunks(arch, parallel, held.place.stage)
     if held.place.stage == 0:
         held.outside_layers(0, [*vision_parameters(arch), *before])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -156,6 +157,40 @@ class VisionInputs:
         )
 
 
+class ImageAngles(MultimodalRotaryEmbedding):
+    """Rotary angles of which some belong to the time, the row and the column of a position.
+
+    megatron's class has them one after the other alone, and would cut a packed row over context
+    ranks as if it were one sequence.
+    """
+
+    axes: Tensor  # 0, 1 or 2 of each angle
+
+    def forward(
+        self, position_ids: Tensor, mrope_section: Any, cp_group: Any = None
+    ) -> Float[Tensor, "tokens 1 1 angles"]:
+        """Of ``[3, 1, tokens]``, those of all context ranks: attention takes its own of each
+        sequence."""
+        of_angles = position_ids[:, 0].to(self.inv_freq.dtype).index_select(0, self.axes).t()
+        angles = of_angles * self.inv_freq
+        return torch.cat((angles, angles), -1)[:, None, None]
+
+
+def set_image_angles(model: Any, section: Sequence[int], *, interleaved: bool) -> None:
+    """Makes megatron's rotary embedding of ``model`` an ``ImageAngles``.
+
+    Example: a section of 4, 2 and 2 gives ``0 0 0 0 1 1 2 2``, interleaved ``0 1 2 0 1 2 0 0``.
+    Source: apply_multimodal_rotary_pos_emb of Qwen2.5-VL and recomposition_frequencies of Qwen3-VL
+    in transformers.
+    """
+    axes = [axis for axis, count in enumerate(section) for _ in range(count)]
+    if interleaved:
+        axes = [at % 3 if at < 3 * section[at % 3] else 0 for at in range(sum(section))]
+    angles = model.rotary_pos_emb
+    angles.__class__ = ImageAngles
+    angles.axes = torch.tensor(axes, device=angles.inv_freq.device)
+
+
 def rope_positions(
     is_image: Tensor, length: int, grids: Sequence[Grid], merge: int
 ) -> Int[Tensor, "3 length"]:
@@ -211,6 +246,22 @@ def add_tower(
         parameter.average_gradients_across_tp_domain = True
         parameter.requires_grad_(not frozen)
     model.visual = tower
+    add_deep_features(model, FAMILIES[hf.architectures[0]].read(hf).vision)
+
+
+def add_deep_features(model: Any, vision: Vision | None) -> None:
+    """Behind each of the first layers the features of one block of the tower are added to those of
+    the tower's end, see ``embed``. Source: DeepStack, arXiv:2406.04334."""
+    model.deep_features = []
+
+    def add(layer: Any, arguments: Any, result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        states, context = result
+        if model.deep_features:
+            states = states + model.deep_features.pop(0)
+        return states, context
+
+    for layer in model.decoder.layers[: vision.num_deep if vision else 0]:
+        layer.register_forward_hook(add)
 
 
 def set_tower_angles(tower: torch.nn.Module) -> None:
@@ -225,28 +276,35 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
 
     Under sequence parallelism they are put in place before the cut over tensor ranks: its backward
     then gives every rank the gradient of all features, and no rank's tower learns from a part.
+    Features for the first layers stand ready in ``model.deep_features``, in their places as well.
     """
     states = model.embedding(input_ids=token_ids, position_ids=None)
+    deep: list[Tensor] = []
     if images is not None:
         features = _features(model.visual, images, model.pg_collection.tp)
         rows = features.to(states.dtype).index_select(0, images.source)
-        states = states.index_put((images.places,), rows[:, None])
+        first, *more = rows[:, None].split(states.shape[-1], dim=-1)
+        zeros = torch.zeros_like(states)
+        deep = [zeros.index_put((images.places,), each) for each in more]
+        states = states.index_put((images.places,), first)
     elif torch.is_grad_enabled() and next(model.visual.parameters()).requires_grad:
         # Overlapped reduction waits for a gradient of every parameter in every last micro-batch.
         states = states + _black_image(model.visual).to(states.dtype).sum() * 0
     if model.config.sequence_parallel:
-        states = scatter_to_sequence_parallel_region(states)
+        states, *deep = (scatter_to_sequence_parallel_region(each) for each in (states, *deep))
+    model.deep_features = deep
     return states
 
 
 def _features(tower: Any, images: PlacedImages, group: dist.ProcessGroup) -> Tensor:
-    """``[features, hidden]`` of all images, of which each tensor rank encodes a part."""
+    """``[features, width]`` of all images, of which each tensor rank encodes a part; see
+    ``_encoded``."""
     shares = image_shares(images.grids, group.size())
     share = shares[group.rank()]
     if share.start == share.stop:  # its parameters get a gradient all the same, of zeros
         own = _black_image(tower)[:0]
     else:
-        own = tower(images.pixels(share), grid_thw=images.grids[share]).pooler_output
+        own = _encoded(tower, images.pixels(share), images.grids[share])
     if len(shares) == 1:
         return own
     counts = images.grids.prod(1) // tower.spatial_merge_size**2
@@ -293,4 +351,10 @@ def _black_image(tower: Any) -> Tensor:
     merge = tower.spatial_merge_size
     weight = tower.patch_embed.proj.weight
     pixels = weight.new_zeros(merge * merge, weight[0].numel())
-    return tower(pixels, grid_thw=torch.tensor([[1, merge, merge]])).pooler_output
+    return _encoded(tower, pixels, torch.tensor([[1, merge, merge]]))
+
+
+def _encoded(tower: Any, pixels: Tensor, grids: Int[Tensor, "images 3"]) -> Tensor:
+    """``[features, width]``: those of the end, beside them those for the first layers, if any."""
+    found = tower(pixels, grid_thw=grids)
+    return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=1)

@@ -32,6 +32,7 @@ from megatron_rl.models.parameter_map import (
     fused_norms,
     layer_parameters,
     local_shape,
+    outer_parameter,
     part_of,
     shards,
     vision_parameters,
@@ -116,11 +117,10 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
     ``layers[i]``: the number in the whole model of the chunk's layer i.
     """
     if name == HEAD.megatron:
-        slot = TIED_HEAD if arch.tied_embeddings else HEAD
-        return Parameter(slot, slot.hf)
+        return outer_parameter(TIED_HEAD if arch.tied_embeddings else HEAD, arch)
     outer = {slot.megatron: slot for slot in (EMBEDDING, FINAL_NORM)}
     if name in outer:
-        return Parameter(outer[name], outer[name].hf)
+        return outer_parameter(outer[name], arch)
     if name.startswith(VISION):
         return next(each for each in vision_parameters(arch) if each.slot.megatron == name)
     in_layer = LAYER.fullmatch(name)
@@ -212,7 +212,7 @@ def _fill(held: Sequence[LocalParameter], arch: Architecture, path: Path) -> dic
             values = torch.zeros(tuple(item.tensor.shape), dtype=item.tensor.dtype)
             for shard in item.shards:
                 stored = directory.read_shard(shard)
-                if arch.tied_embeddings and shard.name == EMBEDDING.hf[0]:
+                if arch.tied_embeddings and item.parameter.slot.kind == "vocab":
                     _check_tied(directory, shard, stored)
                 converted = stored.to(values.dtype)
                 # Not before the conversion: a large float32 becomes infinite in bfloat16.
