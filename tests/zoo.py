@@ -169,8 +169,8 @@ TOWER: dict[str, Any] = dict(
     window_size=56,
     fullatt_block_indexes=[1],
 )
-# Of Qwen3-VL: learned positions of a square of 4 by 4, and features of the first block for the first
-# decoder layer.
+# Of Qwen3-VL: learned positions of a square of 4 by 4, and features of the first block for the
+# first decoder layer.
 DEEP_TOWER: dict[str, Any] = dict(
     depth=2,
     hidden_size=32,
@@ -217,7 +217,8 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
     """The model in float32, evaluation mode; norms and biases away from their initial values."""
     settings = SMALL | (SEEING_TEXT if family in SEEING else FAMILIES[family])
     if family == "qwen3_vl":
-        settings |= dict(head_dim=16)
+        rope = settings["rope_parameters"] | dict(mrope_interleaved=True)
+        settings |= dict(head_dim=16, rope_parameters=rope)
     if layers is not None:
         settings["num_hidden_layers"] = layers
     draw = torch.Generator().manual_seed(seed)

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 def read(hf: Any) -> Architecture:
     text = hf.text_config
     refuse(text, {"attention_bias": (False,)})
+    if text.rope_parameters.get("mrope_interleaved") is not True:
+        raise ValueError(
+            f"config.json of {hf.model_type}: rope_scaling has no mrope_interleaved = true; vLLM"
+            " would take other angles than transformers. Set it, as the published models have it"
+        )
     num_deep = len(hf.vision_config.deepstack_visual_indexes)
     tensors = tuple(_tensors(hf.vision_config))
     return common(

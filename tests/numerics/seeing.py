@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from megatron_rl.data.multimodal.masks import MaskedImage
 from megatron_rl.types import Image, Prompt, SequenceBatch
@@ -183,11 +187,14 @@ def hf_logprobs(
     return torch.log_softmax(logits, -1).gather(1, tokens[first:, None])[:, 0]
 
 
-def write_model(path: Path, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+def write_model(path: Path, seed: int = 0, family: str = "qwen2_5_vl") -> Any:
     """A directory with random weights with which an image shows in the logprobs."""
     options = argparse.Namespace(seed=seed, layers=2, hidden=128, tower_hidden=32)
     write_untrained(path, ["What is it?"], options)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    model = model.eval()
+    if family == "qwen3_vl":
+        model = with_deep_tower(path, model.config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -195,6 +202,26 @@ def write_model(path: Path, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration
             elif "visual" not in name:
                 parameter.normal_(0.0, 0.06)
     model.save_pretrained(path)
+    return model
+
+
+def with_deep_tower(path: Path, config: Any) -> Any:
+    """A Qwen3-VL with the sizes of the Qwen2.5-VL of ``path``, and its processor there."""
+    text = config.text_config.to_dict() | dict(model_type="qwen3_vl_text", head_dim=32)
+    text["rope_parameters"] |= dict(mrope_interleaved=True)
+    tower = zoo.DEEP_TOWER | dict(out_hidden_size=text["hidden_size"])
+    ids = {key: getattr(config, key) for key in zoo.SPECIAL_IDS}
+    file = path / "preprocessor_config.json"
+    file.write_text(file.read_text().replace("Qwen2_5_VLProcessor", "Qwen3VLProcessor"))
+    torch.manual_seed(0)
+    settings = Qwen3VLConfig(
+        text_config=text, vision_config=tower, tie_word_embeddings=True, dtype="float32", **ids
+    )
+    model = Qwen3VLForConditionalGeneration(settings).float().eval()
+    with torch.no_grad():
+        for parameter in model.model.visual.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5)
     return model
 
 

@@ -1,5 +1,5 @@
-"""One process: a real engine of a Qwen2.5-VL beside transformers: what it makes of images, what it
-refuses, and what is left of the old tower after each kind of weight sync."""
+"""One process: a real engine of a Qwen-VL, of the family that is named, beside transformers: what it
+makes of images, what it refuses, what is left of the old tower after each kind of weight sync."""
 
 import sys
 import tempfile
@@ -24,7 +24,7 @@ WORLD = launch.start()
 PATH = Path(sys.argv[1]) / "model"
 
 
-MODEL = write_model(PATH)
+MODEL = write_model(PATH, family=sys.argv[2])
 VISION = VisionProcessor(PATH, max_pixels=20 * 784)
 CONFIG = small.engine_config(max_prompt_tokens=100, max_response_tokens=16)
 ENGINE = VllmEngine(
