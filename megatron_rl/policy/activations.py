@@ -115,7 +115,7 @@ def tower_activations(
     frozen.
 
     Per patch, in ``element`` bytes: its pixels; what each block keeps (see ``tower_block``, or its
-    input alone, if it is run again); six widths of the merger. The tower is whole on every tensor
+    input alone, if it is run again); six widths of each merger. The tower is whole on every tensor
     rank, and so are its activations.
     """
     if frozen:
@@ -124,7 +124,7 @@ def tower_activations(
     blocks = vision.depth * vision.hidden_size * element * patches
     if parallel.recompute == "none":
         blocks = vision.depth * tower_block(vision, tokens, element)
-    ends = vision.patch_numbers + 6 * vision.hidden_size
+    ends = vision.patch_numbers + 6 * (1 + vision.num_deep) * vision.hidden_size
     return patches * ends * element + blocks
 
 

@@ -1,5 +1,6 @@
-"""One process: a real engine of a Qwen-VL, of the family that is named, beside transformers: what it
-makes of images, what it refuses, what is left of the old tower after each kind of weight sync."""
+"""One process: a real engine of a Qwen-VL, of the family that is named, beside transformers: what
+it makes of images, what it refuses, what is left of the old tower after each kind of weight sync.
+"""
 
 import sys
 import tempfile

@@ -24,6 +24,7 @@ from tests.ranks import on_ranks
 from tools.convert_checkpoint import to_hf, to_megatron, to_nemo
 
 VL = "qwen2_5_vl"
+DEEP = "qwen3_vl"
 TIED = "qwen2_5_vl_tied"
 SEQUENCE: dict[str, Any] = dict(tensor=2, sequence=True)
 SHARDED: dict[str, Any] = dict(distributed_optimizer=True)
@@ -36,6 +37,7 @@ SHARDED: dict[str, Any] = dict(distributed_optimizer=True)
         (TIED, SEQUENCE, dict(pipeline=2), False),
         (VL, dict(SHARDED), dict(SHARDED, tensor=2), False),
         (VL, dict(SHARDED, **SEQUENCE), dict(SHARDED, pipeline=2), True),
+        (DEEP, dict(SHARDED, **SEQUENCE), dict(SHARDED, pipeline=2), True),
     ],
     ids=["tied", "sharded", "frozen"],
 )
@@ -98,7 +100,7 @@ def test_an_export_opens_in_transformers(seeing_models: Path, tmp_path: Path) ->
     assert float((answer - logprobs[: len(answer)]).abs().max()) <= 5e-6
 
 
-@pytest.mark.parametrize("name", [VL, TIED])
+@pytest.mark.parametrize("name", [VL, TIED, DEEP])
 def test_a_conversion_and_back_changes_no_bit(
     seeing_models: Path, tmp_path: Path, name: str
 ) -> None:
@@ -109,5 +111,5 @@ def test_a_conversion_and_back_changes_no_bit(
     after = load_file(tmp_path / "back" / "model.safetensors")
     assert set(before) == set(after)
     assert all(torch.equal(before[key], after[key]) for key in before)
-    with pytest.raises(ValueError, match="NeMo 2 has no model for 'qwen2_5_vl'"):
+    with pytest.raises(ValueError, match=f"NeMo 2 has no model for '{name.removesuffix('_tied')}'"):
         to_nemo(source, tmp_path / "nemo")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,21 @@ CASES = ("gather pipeline", "reshard tensor", "reshard data")
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("vision_sync")
-    return launch(HERE / "vision_sync_worker.py", args=[folder], timeout=280).stdout
+def output(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """What the worker prints of a family."""
+
+    @cache
+    def run(family: str) -> str:
+        args = [tmp_path_factory.mktemp(family), family]
+        return launch(HERE / "vision_sync_worker.py", args=args, timeout=280).stdout
+
+    return run
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
-def test_the_engine_sees_with_the_tower_of_the_policy(output: str, name: str) -> None:
-    assert not verdict(output, name, ranks=2), verdict(output, name, ranks=2)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_engine_sees_with_the_tower_of_the_policy(
+    output: Callable[[str], str], family: str, name: str
+) -> None:
+    assert not verdict(output(family), name, ranks=2), verdict(output(family), name, ranks=2)

@@ -1,7 +1,6 @@
 """Two processes: a vision-language policy and its engine. After every update and sync, by either
 method, the engine's logprobs of prompts with the same images are those of the policy."""
 
-import argparse
 import hashlib
 import io
 import sys
@@ -25,7 +24,7 @@ from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests import zoo
 from tests.numerics import rollout_models as small
-from tools.make_toy_vision_model import write_untrained
+from tests.numerics.seeing import write_model
 
 FOLDER = Path(sys.argv[1])
 WORLD = launch.start()
@@ -35,8 +34,7 @@ QUESTION = (40, 41, 42)
 def model_folder() -> Path:
     path = FOLDER / WORLD.launch_id / "model"
     if WORLD.rank == 0:
-        options = argparse.Namespace(seed=0, layers=2, hidden=128, tower_hidden=64)
-        write_untrained(path, ["What color?"], options)
+        write_model(path, family=sys.argv[2])
     WORLD.barrier()
     return path
 

@@ -19,7 +19,7 @@ from megatron_rl.config.load import compose
 from megatron_rl.config.rules.layout_rules import model_problems
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
 from megatron_rl.models import FAMILIES, read_architecture
-from megatron_rl.models.base import vision_problems
+from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import hf_shapes, model_parameters, vision_parameters
 from megatron_rl.types import Shard
 from tests.numerics.seeing import published_name
@@ -112,10 +112,11 @@ def test_settings_that_do_not_suit_a_tower(tmp_path: Path) -> None:
     frozen = model_config(Path("m"), freeze_vision=True)
     plain = PrecisionConfig(**compose("precision/bf16"))
     fp8 = PrecisionConfig(**compose("precision/fp8_tensorwise"))
-    assert vision_problems(seeing, frozen, plain) == []
-    (problem,) = vision_problems(seeing, frozen, fp8)
+    alone = ParallelConfig(**compose("parallel/single"))
+    assert family_problems(seeing, frozen, alone, plain) == []
+    (problem,) = family_problems(seeing, frozen, alone, fp8)
     assert problem.startswith("precision.fp8.recipe = tensorwise: ")
-    (problem,) = vision_problems(replace(seeing, vision=None), frozen, fp8)
+    (problem,) = family_problems(replace(seeing, vision=None), frozen, alone, fp8)
     assert problem.startswith("model.freeze_vision = True: ")
 
 
