@@ -43,7 +43,7 @@ class ImageColumn:
         if value is None or value == []:
             return ()
         if self.vision is None:
-            remedy = "give a vision-language model (Qwen2.5-VL), or set data.columns.images=null"
+            remedy = "give a vision-language model (Qwen-VL), or set data.columns.images=null"
             what = f"{self.column}: the model of model.path reads no images"
             self.problems.add(row, what, _count(value), remedy)
             return ()

@@ -202,7 +202,7 @@ def vision_of(model_path: str, config: DataConfig) -> VisionProcessor | None:
         if value is not None:
             raise ValueError(
                 f"data.{key} = {value}: the model of model.path = {model_path} sees no images; set"
-                " it to null, or give a model that does (Qwen2.5-VL)"
+                " it to null, or give a model that does (Qwen-VL)"
             )
     return None
 
