@@ -16,12 +16,11 @@ from megatron_rl.models import (
     mistral,
     mixtral,
     qwen2,
-    qwen2_5_vl,
     qwen3,
     qwen3_moe,
-    qwen3_vl,
 )
 from megatron_rl.models.base import Architecture, Family, Slot
+from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl
 
 FAMILIES = {
     module.FAMILY.architecture: module.FAMILY

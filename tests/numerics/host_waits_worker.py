@@ -17,7 +17,7 @@ from megatron_rl.config.method import load_method
 from megatron_rl.data.sequences import response_tokens
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
-from megatron_rl.models import window_attention
+from megatron_rl.models.vision import window_attention
 from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.rows.experience import Experience, Responses

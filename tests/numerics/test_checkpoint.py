@@ -136,7 +136,7 @@ def each(cases: Any, *, full: bool = False) -> list[Any]:
         for one in some:
             values = one if isinstance(one, tuple) else (one,)
             name = "_to_".join(getattr(value, "name", value) for value in values)
-            is_full = full or ranks == 4 or name in ("tp2_bf16", "dp2")
+            is_full = full or ranks == 4 or name in ("tp2_bf16", "dp2", "first_dense_bf16")
             marks = pytest.mark.full if is_full else ()
             params.append(pytest.param(ranks, *values, id=f"{ranks}_{name}", marks=marks))
     return params

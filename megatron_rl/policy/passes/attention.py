@@ -111,9 +111,10 @@ class Packing(PackedSeqParams):
         found on the device."""
         if self.positions is not None:
             return self.positions
-        ends = self.cu_seqlens_q[1:]
-        tokens = torch.arange(int(self.lengths.sum()), device=ends.device)
-        return tokens - self.cu_seqlens_q[torch.bucketize(tokens, ends, right=True)]
+        boundaries, lengths = self.cu_seqlens_q, self.lengths
+        assert boundaries is not None and lengths is not None
+        tokens = torch.arange(int(lengths.sum()), device=boundaries.device)
+        return tokens - boundaries[torch.bucketize(tokens, boundaries[1:], right=True)]
 
     @cached_property
     def groups(self) -> tuple[list[AttentionCall], Tensor]:

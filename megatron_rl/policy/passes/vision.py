@@ -188,7 +188,8 @@ def set_image_angles(model: Any, section: Sequence[int], *, interleaved: bool) -
         axes = [at % 3 if at < 3 * section[at % 3] else 0 for at in range(sum(section))]
     angles = model.rotary_pos_emb
     angles.__class__ = ImageAngles
-    angles.axes = torch.tensor(axes, device=angles.inv_freq.device)
+    # A buffer goes where the model goes; frequencies would be rounded with it.
+    angles.register_buffer("axes", torch.tensor(axes), persistent=False)
 
 
 def rope_positions(

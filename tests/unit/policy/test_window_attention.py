@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
-from megatron_rl.models import window_attention
-from megatron_rl.models.window_attention import Windows
+from megatron_rl.models.vision import window_attention
+from megatron_rl.models.vision.window_attention import Windows
 
 SCALE = 0.3
 

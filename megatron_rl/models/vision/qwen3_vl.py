@@ -14,14 +14,14 @@ from megatron_rl.models.base import (
     common,
     refuse,
 )
-from megatron_rl.models.qwen2_5_vl import (
+from megatron_rl.models.vision.qwen2_5_vl import (
     Tensors,
     linear,
     mrope_section,
     patch_shape,
     vision_sizes,
 )
-from megatron_rl.models.window_attention import with_windows
+from megatron_rl.models.vision.window_attention import with_windows
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from megatron_rl.models.base import (
     common,
     refuse,
 )
-from megatron_rl.models.window_attention import with_windows
+from megatron_rl.models.vision.window_attention import with_windows
 
 if TYPE_CHECKING:
     import torch
