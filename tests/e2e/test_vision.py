@@ -8,16 +8,19 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from megatron_rl.data.rows import read_rows
 from tests.e2e import toy
 from tests.launch import REPO, end, launch, run
+from tests.numerics.seeing import with_deep_tower
 from tests.numerics.server import with_entry_point
 from tools.make_toy_vision_model import write_untrained
 
@@ -72,6 +75,23 @@ def train(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
     """The rows of the metrics after a run of two processes to ``num_steps``."""
     launch("megatron_rl.train", 2, settings(folder, name, num_steps, *more), 400)
     return rows(folder, name)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(), ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")],
+    ids=["data", "tensor"],
+)
+def test_durian_with_qwen3_vl(folder, layout):
+    """After every update the engine's logprobs of what it samples are those of the policy."""
+    path = folder / f"deep{len(layout)}"
+    shutil.copytree(folder / "model", path / "model")
+    with_deep_tower(path / "model", AutoConfig.from_pretrained(path / "model"))
+    found = train(folder, f"{path.name}_run", 20, f"model.path={path / 'model'}", *layout)
+    steps = [row for row in found if row["step"]]
+    largest = max(row["mismatch/logprob_abs_diff_max"] for row in steps)
+    print(f"largest |policy - engine| of {len(steps)} steps: {largest:.1e}")
+    assert len(steps) == 20 and largest <= 1e-5
 
 
 def test_durian_sees_and_goes_on_bit_for_bit(folder):

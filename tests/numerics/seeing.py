@@ -206,7 +206,7 @@ def write_model(path: Path, seed: int = 0, family: str = "qwen2_5_vl") -> Any:
 
 
 def with_deep_tower(path: Path, config: Any) -> Any:
-    """A Qwen3-VL with the sizes of the Qwen2.5-VL of ``path``, and its processor there."""
+    """A Qwen3-VL with the sizes of the Qwen2.5-VL of ``path``, in its place."""
     text = config.text_config.to_dict() | dict(model_type="qwen3_vl_text", head_dim=32)
     text["rope_parameters"] |= dict(mrope_interleaved=True)
     tower = zoo.DEEP_TOWER | dict(out_hidden_size=text["hidden_size"])
@@ -222,6 +222,7 @@ def with_deep_tower(path: Path, config: Any) -> Any:
         for parameter in model.model.visual.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, parameter[0].numel() ** -0.5)
+    model.save_pretrained(path)
     return model
 
 
