@@ -156,7 +156,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.conf"],
     package_dir={"megatron_rl.conf": "conf"},
-    package_data={"megatron_rl.conf": CONF_FILES},
+    package_data={"megatron_rl.conf": CONF_FILES, "": ["*.yaml"]},
     entry_points={"vllm.general_plugins": ["megatron_rl = megatron_rl.vllm_plugin:register"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,

@@ -3,7 +3,7 @@
     python tools/metrics_table.py           writes the page
     python tools/metrics_table.py --check   exit status 1 when the page is not what would be written
 
-The table is that of megatron_rl/reporting/metrics.py.
+The table is that of megatron_rl/reporting/metrics.yaml.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ def test_every_module_is_inside_and_nothing_else(wheel):
         for name in zipfile.ZipFile(wheel).namelist()
         if ".dist-info/" not in name and not name.startswith("megatron_rl/conf/")
     }
-    files = (REPO / "megatron_rl").rglob("*.py")
-    assert names == {str(path.relative_to(REPO)) for path in files}
+    files = (REPO / "megatron_rl").rglob("*")
+    kept = [path for path in files if path.suffix in (".py", ".yaml")]
+    assert names == {str(path.relative_to(REPO)) for path in kept}
 
 
 @pytest.mark.full
