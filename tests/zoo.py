@@ -47,11 +47,13 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
+YARN2 = {key: value for key, value in YARN.items() if "mscale" not in key}
 # Family -> the prefix of its classes in transformers.
 CLASSES = {
     "qwen2": "Qwen2",
     "qwen2_tied": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_yarn": "Qwen3",
     "llama": "Llama",
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3Moe",
@@ -67,6 +69,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(vocab_size=128, tie_word_embeddings=False),
     "qwen2_tied": dict(vocab_size=128, tie_word_embeddings=True),
     "qwen3": dict(vocab_size=128, head_dim=24, tie_word_embeddings=True),
+    "qwen3_yarn": dict(
+        vocab_size=128, head_dim=16, tie_word_embeddings=False, rope_parameters=YARN2
+    ),
     "llama": dict(vocab_size=123, tie_word_embeddings=False, rope_parameters=LLAMA3),
     "mistral": dict(vocab_size=128, head_dim=16, sliding_window=None, tie_word_embeddings=False),
     "qwen3_moe": dict(

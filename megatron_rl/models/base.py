@@ -114,6 +114,7 @@ class Architecture(ModelSizes):
         router_groups: how many groups experts are in, and how many of them a token may visit.
         latent: None: queries, keys and values are products of the hidden state.
         rotary_share: of a head that is rotated.
+        attention_factor: of queries and of keys, by YaRN.
         mrope_section: how many of a head's angles belong to time, row and column of a position
             (empty: positions are plain numbers). ``mrope_interleaved``: in turns, else one after
             the other.
@@ -144,6 +145,7 @@ class Architecture(ModelSizes):
     router_groups: tuple[int, int] = (1, 1)
     latent: LatentAttention | None = None
     rotary_share: float = 1.0
+    attention_factor: float = 1.0
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
     vision: Vision | None = None
@@ -238,7 +240,10 @@ def common(hf: Any, **more: Any) -> Architecture:
     """
     refuse(hf, {"hidden_act": ("silu",)})
     rope = dict(hf.rope_parameters)
+    # Of a part of a head YaRN's factor of attention would have to be applied to that part alone.
+    whole = not {"rotary_share", "mrope_section"} & more.keys()
     rope_types = ("default", "yarn") if "latent" in more else ("default", "llama3", "linear")
+    rope_types += ("yarn",) if whole else ()
     layer_types = sorted(set(getattr(hf, "layer_types", None) or ["full_attention"]))
     for what, value, allowed in (
         ("rope type", rope["rope_type"], rope_types),
@@ -251,6 +256,10 @@ def common(hf: Any, **more: Any) -> Architecture:
     ):
         if value not in allowed:
             raise ValueError(_refusal(hf, what, value, allowed))
+    if rope["rope_type"] == "yarn" and "latent" not in more:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        more["attention_factor"] = ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")[1]
     # A family with experts adds their sizes itself, in addition to their tensors.
     sizes = asdict(model_sizes({key: getattr(hf, key, None) for key in DENSE_SIZES}))
     fields: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -236,6 +237,8 @@ def transformer_config(
     )
     if arch.num_experts:
         fields |= expert_fields(arch, parallel)
+    if arch.attention_factor != 1.0:
+        fields["softmax_scale"] = arch.attention_factor**2 / math.sqrt(arch.head_dim)
     if arch.latent is None:
         return TransformerConfig(**fields)
     return MLATransformerConfig(**fields, **latent_fields(arch))
@@ -376,9 +379,7 @@ def build_chunks(
         if arch.rope_type != "default":
             rope = ROPE_INIT_FUNCTIONS[arch.rope_type]
             frequencies, attention_factor = rope(hf, torch.device("cpu"))
-            assert attention_factor == 1.0, (
-                f"rope type {arch.rope_type} scales attention by {attention_factor}"
-            )
+            assert attention_factor == arch.attention_factor, f"{arch.rope_type} scales attention"
             (latent_angles or model.rotary_pos_emb).inv_freq = frequencies
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())

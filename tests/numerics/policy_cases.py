@@ -75,6 +75,7 @@ def _case(
 CASES = [
     _case("qwen2", 1),
     _case("qwen3", 1),
+    _case("qwen3_yarn", 1),
     _case("llama", 1),
     _case("mistral", 1),
     _case("qwen3_moe", 1),
@@ -96,6 +97,7 @@ CASES = [
     _case("qwen3", 2, tensor=2, sequence=True, full=True),
     _case("qwen3", 2, pipeline=2, virtual_pipeline=2),
     _case("llama", 2, context=2),
+    _case("qwen3_yarn", 2, tensor=2, sequence=True, full=True),
     _case("qwen3_moe", 2, expert=2),
     _case("qwen3_moe", 2, tensor=2, sequence=True),
     _case("qwen3_moe", 2, tensor=2, sequence=True, distributed_optimizer=True, full=True),

@@ -18,7 +18,7 @@ from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.types import Completion, Prompt, Sampling
-from tests.zoo import YARN, transformer
+from tests.zoo import YARN, YARN2, transformer
 
 VOCAB, EOS = 96, 2
 SIZES = {
@@ -51,6 +51,7 @@ LATENT = {
 }
 FAMILIES = {
     "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
+    "qwen3_yarn": {"head_dim": 32, "tie_word_embeddings": False, "rope_parameters": YARN2},
     "qwen2_tied": {"tie_word_embeddings": True},  # with qkv bias
     "llama": {"tie_word_embeddings": False},
     "qwen3_moe": {

@@ -348,6 +348,7 @@ if __name__ == "__main__":
         "glm4_moe",
         "deepseek_v3",
         "moonlight",
+        "qwen3_yarn",
         "qwen3",
         "qwen2_tied",
         "llama",
