@@ -153,8 +153,10 @@ def packed_rows(found: Experts | None, tokens: TokensOf) -> UInt8[np.ndarray, "n
         problem = "no experts"
     elif len(found) < num_inputs:
         problem = f"experts of {len(found)} of {num_inputs} tokens"
-    elif not found.any() or (found[..., :1] == found[..., 1:2]).any():
-        problem = "zeros in the place of experts"
+    else:
+        with_experts = found[:, int(found.any((0, 2)).argmax()) :]  # the first layers may be dense
+        if (with_experts[..., :1] == with_experts[..., 1:2]).any():
+            problem = "zeros in the place of experts"
     if found is None or problem:
         raise RuntimeError(
             f"{tokens.what}: vLLM returned {problem}: its record of them does not work for this"

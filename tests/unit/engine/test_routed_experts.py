@@ -26,6 +26,9 @@ def test_bytes_by_hand() -> None:
     assert found.tolist() == [[3, 1, 0, 2], [1, 0, 2, 5], [255] * 4] and found.dtype == np.uint8
     later = packed_rows(np.concatenate([RETURNED, RETURNED[:1]]), three)
     assert later.tolist() == found.tolist(), "an engine that was one token ahead"
+    dense = np.concatenate([RETURNED * 0, RETURNED], axis=1)  # a first layer without experts
+    rows = packed_rows(dense, TokensOf(3, 8, "prompt p"))
+    assert rows[0].tolist() == [0, 0, 0, 0, 3, 1, 0, 2]
     wide = packed_rows(np.array([[[3, 300]]], np.uint16), TokensOf(2, 4, "prompt p"))
     assert wide.tolist() == [[3, 0, 44, 1], [255] * 4]
 
