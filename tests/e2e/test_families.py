@@ -20,6 +20,7 @@ from tests.launch import launch
 from tests.zoo import YARN
 
 STEPS = 20
+EXPERT = ("parallel.tensor=1", "parallel.expert=2", "rollout.tensor=1")
 NATS = {"moonlight": 3e-5}  # else 1e-5; one token of step 12 differs by 2e-5, means are below 1e-6
 
 
@@ -73,12 +74,20 @@ def write_model(family: str, path: Path) -> None:
     ("family", "layout"),
     [
         ("glm4_moe", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
-        ("glm4_moe", ("parallel.tensor=1", "parallel.expert=2", "rollout.tensor=1")),
+        ("glm4_moe", EXPERT),
+        ("glm4_moe", (*EXPERT, "rollout.router_replay=rollout")),
         ("deepseek_v3", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
-        ("deepseek_v3", ("parallel.tensor=1", "parallel.expert=2", "rollout.tensor=1")),
-        ("moonlight", ("parallel.tensor=1", "parallel.expert=2", "rollout.tensor=1")),
+        ("deepseek_v3", EXPERT),
+        ("moonlight", EXPERT),
     ],
-    ids=["glm-tensor", "glm-expert", "deepseek-tensor", "deepseek-expert", "moonlight-expert"],
+    ids=[
+        "glm-tensor",
+        "glm-expert",
+        "glm-replay",
+        "deepseek-tensor",
+        "deepseek-expert",
+        "moonlight-expert",
+    ],
 )
 def test_it_learns_what_its_engine_samples(
     family: str, layout: tuple[str, ...], tmp_path: Path
