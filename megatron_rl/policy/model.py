@@ -245,8 +245,8 @@ def transformer_config(
 
 
 def latent_fields(arch: Architecture) -> dict[str, Any]:
-    """Of a model with latent attention. Its rotary angles are set beside megatron's, which has
-    YaRN's scale of the softmax in them (1 where ``rotary_scaling_factor`` is)."""
+    """Of a model with latent attention. megatron's plain angles, in which YaRN's frequencies take
+    the place of its own, and YaRN's factor of the scores: 1 where ``rotary_factor`` is."""
     assert arch.latent is not None
     return dict(
         q_lora_rank=arch.latent.query_rank,
