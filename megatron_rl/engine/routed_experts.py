@@ -6,6 +6,7 @@ older one, which does not; there ``SlotExperts`` keeps them beside the cache of 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -146,6 +147,10 @@ def packed_rows(found: Experts | None, tokens: TokensOf) -> UInt8[np.ndarray, "n
     Raises:
         RuntimeError: these are no choices of a router.
     """
+    # vLLM has all layers, with zeros for the first ones (fewer than half) that have no experts.
+    if found is not None:
+        num_bytes = math.ceil(tokens.width / math.prod(found.shape[1:]))
+        found = found[:, -(tokens.width // (found.shape[2] * num_bytes)) :]
     # A router chooses k different experts. Arrays that nobody has written are zeros.
     num_inputs = tokens.num_tokens - 1
     problem = ""
@@ -153,10 +158,8 @@ def packed_rows(found: Experts | None, tokens: TokensOf) -> UInt8[np.ndarray, "n
         problem = "no experts"
     elif len(found) < num_inputs:
         problem = f"experts of {len(found)} of {num_inputs} tokens"
-    else:
-        with_experts = found[:, int(found.any((0, 2)).argmax()) :]  # the first layers may be dense
-        if (with_experts[..., :1] == with_experts[..., 1:2]).any():
-            problem = "zeros in the place of experts"
+    elif not found.any() or (found[..., :1] == found[..., 1:2]).any():
+        problem = "zeros in the place of experts"
     if found is None or problem:
         raise RuntimeError(
             f"{tokens.what}: vLLM returned {problem}: its record of them does not work for this"
@@ -164,5 +167,5 @@ def packed_rows(found: Experts | None, tokens: TokensOf) -> UInt8[np.ndarray, "n
         )
     rows = not_given(tokens.num_tokens, tokens.width)
     numbers = torch.from_numpy(found[:num_inputs].reshape(num_inputs, -1).astype(np.int64))
-    rows[:-1] = packed_experts(numbers, tokens.width // numbers.shape[1]).numpy()
+    rows[:-1] = packed_experts(numbers, num_bytes).numpy()
     return rows

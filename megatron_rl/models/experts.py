@@ -1,7 +1,7 @@
 """The experts that a router has chosen for tokens, in the bytes in which they travel with them.
 
-Of each token ``layers x k`` numbers: of one byte, and of two where a model has more than 255
-experts. A token whose bytes are all 255 brings none: its router chooses.
+Of each token ``layers x k`` numbers, of the layers that have experts: of one byte, and of two where
+a model has more than 255 experts. A token whose bytes are all 255 brings none: its router chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def expert_bytes(num_experts: int) -> int:
 
 def expert_width(arch: Architecture) -> int:
     """Bytes of a token. Example: 48 layers of 8 out of 128 experts are 384."""
-    return arch.num_layers * arch.experts_per_token * expert_bytes(arch.num_experts)
+    layers = arch.num_layers - arch.num_dense_layers
+    return layers * arch.experts_per_token * expert_bytes(arch.num_experts)
 
 
 def packed_experts(experts: Int[Tensor, "tokens k"], num_bytes: int) -> UInt8[Tensor, "tokens _"]:

@@ -120,7 +120,8 @@ class Routing:
         for chunk in chunks:
             found: list[Any] = [each for each in chunk.modules() if isinstance(each, TopKRouter)]
             for router in found:
-                layer = router.layer_number - 1  # counted from 1, over all stages
+                # Counted from 1, over all stages; the first ones may have no experts.
+                layer = router.layer_number - 1 - arch.num_dense_layers
                 router.router_replay = ReplayedRouter(layer, self._num_bytes, runs_again=again)
             self._routers[chunk] = [router.router_replay for router in found]
 
@@ -175,7 +176,7 @@ class Routing:
         return values.chunk(self._ranks.tensor)[self._ranks.tensor_rank]
 
     def _columns(self, router: ReplayedRouter) -> slice:
-        # A row of packed experts has layer after layer, counted over all pipeline stages.
+        # A row of packed experts has layer after layer of those with experts, over all stages.
         first = router.layer * self._layer_bytes
         return slice(first, first + self._layer_bytes)
 

@@ -27,8 +27,9 @@ def test_bytes_by_hand() -> None:
     later = packed_rows(np.concatenate([RETURNED, RETURNED[:1]]), three)
     assert later.tolist() == found.tolist(), "an engine that was one token ahead"
     dense = np.concatenate([RETURNED * 0, RETURNED], axis=1)  # a first layer without experts
-    rows = packed_rows(dense, TokensOf(3, 8, "prompt p"))
-    assert rows[0].tolist() == [0, 0, 0, 0, 3, 1, 0, 2]
+    assert packed_rows(dense, three).tolist() == found.tolist()
+    with pytest.raises(RuntimeError, match="zeros in the place of experts"):
+        packed_rows(dense, three._replace(width=6))  # of a model whose three layers have experts
     wide = packed_rows(np.array([[[3, 300]]], np.uint16), TokensOf(2, 4, "prompt p"))
     assert wide.tolist() == [[3, 0, 44, 1], [255] * 4]
 
