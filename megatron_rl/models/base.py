@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config.model_config import DENSE_SIZES, ModelSizes, model_sizes
+from megatron_rl.config.rules.layout_rules import stage_layers
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +201,7 @@ def family_problems(
             " attention; set precision=bf16"
         )
     if arch.vision is not None and arch.vision.num_deep:
-        problems += _deep_problems(arch.num_layers, arch.vision.num_deep, parallel)
+        problems += _deep_problems(arch, arch.vision.num_deep, parallel)
     if arch.vision is None and model.freeze_vision:
         problems.append(
             f"model.freeze_vision = True: a model of family {arch.family} has no tower; set it to"
@@ -214,17 +215,14 @@ def family_problems(
     return problems
 
 
-def _deep_problems(num_layers: int, num_deep: int, parallel: ParallelConfig) -> Iterator[str]:
-    """Features come into layers where the tower is, and are no arguments of a layer."""
+def _deep_problems(arch: Architecture, num_deep: int, parallel: ParallelConfig) -> Iterator[str]:
+    """The tower is on the first stage, and its features are no arguments of a layer."""
     if parallel.recompute == "full":
         yield (
             "parallel.recompute = full: a layer that is run again would lack the features of images"
             " that this model adds behind it; set selective or none"
         )
-    chunks = (parallel.virtual_pipeline or 1) * parallel.pipeline
-    first = num_layers // chunks
-    if parallel.first_stage_layers is not None:
-        first = parallel.first_stage_layers // (parallel.virtual_pipeline or 1)
+    first = stage_layers(arch, parallel)[0] // (parallel.virtual_pipeline or 1)
     if first < num_deep:
         yield (
             f"parallel.pipeline = {parallel.pipeline}: the first stage begins with {first} layers,"

@@ -111,6 +111,7 @@ def test_what_the_policy_lacks_is_refused_by_name(
         (dict(pipeline=18), "parallel.pipeline = 18: the first stage begins with 2 layers, and"),
         (dict(pipeline=4, virtual_pipeline=9), "the first stage begins with 1 layers, and"),
         (dict(pipeline=3, first_stage_layers=2), "the first stage begins with 2 layers, and"),
+        (dict(pipeline=2, last_stage_layers=34), "the first stage begins with 2 layers, and"),
     ],
 )
 def test_features_come_into_layers_that_are_beside_the_tower(
