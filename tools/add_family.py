@@ -89,8 +89,11 @@ def tensors_of(folder: Path, hf: Any) -> set[str]:
     """Patterns of the files' tensors, or of those that transformers would make."""
     if any(folder.glob("*.safetensors")):
         return patterns(expected_tensors(folder))
+    maker: Any = transformers.AutoModelForCausalLM
+    if hasattr(hf, "vision_config"):
+        maker = transformers.AutoModelForImageTextToText
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(hf)
+        model = maker.from_config(hf)
     names = patterns(model.state_dict())
     return names - {"lm_head.weight"} if hf.tie_word_embeddings else names
 
@@ -124,20 +127,25 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="HF_DIRECTORY")
     folder = parser.parse_args().folder
     try:
+        if not (folder / "config.json").is_file():
+            raise ValueError("there is no config.json in it; give the folder of a HF model")
         hf = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError) as error:
         print(f"error: {folder}: {first_line(error)}", file=sys.stderr)
         return 2
-    (architecture,) = hf.architectures or ("",)
+    architecture = ", ".join(hf.architectures or ["an architecture without a name"])
     if architecture in FAMILIES:
         print(f"{architecture} is a known family; a run reads {folder}")
         return 0
     there = tensors_of(folder, hf)
     answers = sorted((asked(name, hf, there) for name in FAMILIES), key=lambda one: one.distance)
-    nearest = answers[0].architecture
-    options = new_options(hf, nearest)
     print(f"{architecture} is not a known family. Known ones, the nearest first:")
     print(*(f"  {answer}" for answer in answers), sep="\n")
+    if answers[0].refusal is not None:
+        print("\nEach of them refuses it: begin with the guide, .github/guides/family.md")
+        return 0
+    nearest = answers[0].architecture
+    options = new_options(hf, nearest)
     print(f"\nOptions that {nearest} does not have, or not so: {options or 'none'}")
     allowed = "".join(
         f'            "{key}": ({value!r},),\n'.replace("'", '"') for key, value in options.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Olmo2Config, SeedOssConfig
+from transformers import GptOssConfig, Olmo2Config, SeedOssConfig
 
 from megatron_rl.models.parameter_map import hf_names
 from tests.launch import REPO
@@ -52,6 +52,16 @@ def test_what_no_family_has_is_named(tmp_path: Path) -> None:
     assert nearest.split(": ", 1)[1] == (
         "lacks model.layers.*.input_layernorm.weight; does not know"
         " model.layers.*.post_feedforward_layernorm.weight"
+    )
+
+
+def test_what_all_refuse_gets_no_skeleton(tmp_path: Path) -> None:
+    more = dict(num_local_experts=4, head_dim=16, architectures=["GptOssForCausalLM"])
+    GptOssConfig(**SIZES, **more).save_pretrained(tmp_path)
+    said = ask(tmp_path)
+    assert "  MistralForCausalLM: refuses: config.json of gpt_oss: sliding_window is 128" in said
+    assert said.endswith(
+        "Each of them refuses it: begin with the guide, .github/guides/family.md\n"
     )
 
 
