@@ -48,6 +48,27 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 YARN2 = {key: value for key, value in YARN.items() if "mscale" not in key}
+LATENT: dict[str, Any] = dict(
+    vocab_size=128,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    **ROUTER,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=8,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=4,
+    moe_intermediate_size=48,
+    n_shared_experts=1,
+    routed_scaling_factor=1.5,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+    rope_parameters=YARN,
+    tie_word_embeddings=False,
+)
 # Family -> the prefix of its classes in transformers.
 CLASSES = {
     "qwen2": "Qwen2",
@@ -98,46 +119,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         partial_rotary_factor=0.5,
         tie_word_embeddings=False,
     ),
-    "deepseek_v3": dict(
-        vocab_size=128,
-        num_key_value_heads=4,
-        q_lora_rank=24,
-        kv_lora_rank=32,
-        **ROUTER,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=8,
-        n_group=4,
-        topk_group=2,
-        num_experts_per_tok=4,
-        moe_intermediate_size=48,
-        n_shared_experts=1,
-        routed_scaling_factor=1.5,
-        first_k_dense_replace=1,
-        num_nextn_predict_layers=0,
-        rope_parameters=YARN,
-        tie_word_embeddings=False,
-    ),
-    "moonlight": dict(
-        vocab_size=128,
-        num_key_value_heads=4,
+    "deepseek_v3": LATENT,
+    "moonlight": LATENT
+    | dict(
         q_lora_rank=None,
-        kv_lora_rank=32,
-        **ROUTER,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
         v_head_dim=24,
         n_routed_experts=4,
         n_group=1,
         topk_group=1,
         num_experts_per_tok=2,
-        moe_intermediate_size=48,
         n_shared_experts=2,
-        routed_scaling_factor=1.5,
-        first_k_dense_replace=1,
-        num_nextn_predict_layers=0,
-        tie_word_embeddings=False,
+        rope_parameters=None,
         num_hidden_layers=2,
     ),
     "mixtral": dict(
@@ -162,8 +154,7 @@ SEEING_TEXT: dict[str, Any] = dict(
     vocab_size=128,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
 )
-# Attention over windows of two tokens in one block, over whole images in the other.
-TOWER: dict[str, Any] = dict(
+SMALL_TOWER: dict[str, Any] = dict(
     depth=2,
     hidden_size=32,
     intermediate_size=48,
@@ -171,22 +162,12 @@ TOWER: dict[str, Any] = dict(
     patch_size=14,
     spatial_merge_size=2,
     temporal_patch_size=2,
-    window_size=56,
-    fullatt_block_indexes=[1],
 )
+# Attention over windows of two tokens in one block, over whole images in the other.
+TOWER = SMALL_TOWER | dict(window_size=56, fullatt_block_indexes=[1])
 # Of Qwen3-VL: learned positions of a square of 4 by 4, and features of the first block for the
 # first decoder layer.
-DEEP_TOWER: dict[str, Any] = dict(
-    depth=2,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=2,
-    patch_size=14,
-    spatial_merge_size=2,
-    temporal_patch_size=2,
-    num_position_embeddings=16,
-    deepstack_visual_indexes=[0],
-)
+DEEP_TOWER = SMALL_TOWER | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
 SPECIAL_IDS: dict[str, int] = dict(
     image_token_id=IMAGE_TOKEN,
     video_token_id=6,

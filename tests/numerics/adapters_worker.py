@@ -73,7 +73,7 @@ def adapted(model: str, lora: dict[str, Any]) -> tuple[torch.nn.Module, dict[str
     for name, linear in list(hf.named_modules()):
         owner, _, last = name.rpartition(".")
         if last in names and "visual" not in name:
-            name = published_name(name)
+            name = published_name(name, model)
             a = random_a(name, (rank, linear.in_features))
             b = 0.1 * torch.randn(linear.out_features, rank, generator=generator)
             found[name] = AdaptedLinear(linear, a, b, scale)
