@@ -16,7 +16,7 @@ from megatron_rl.models.base import (
     common,
     refuse,
 )
-from megatron_rl.models.vision.window_attention import with_windows
+from megatron_rl.models.vision.window_attention import window_tower
 
 if TYPE_CHECKING:
     import torch
@@ -113,17 +113,11 @@ def _tensors(vision: Any) -> Tensors:
 
 
 def tower(hf: Any) -> torch.nn.Module:
-    """transformers' module with the attention of ``with_windows``; its parameters have the names of
-    ``Vision.tensors`` below "visual."."""
     # Importing it takes seconds, which planners need not wait for.
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as theirs
 
-    own = with_windows(
-        theirs.Qwen2_5_VisionTransformerPretrainedModel,
-        theirs.Qwen2_5_VLVisionAttention,
-        theirs.apply_rotary_pos_emb_vision,
-    )
-    return own._from_config(hf.vision_config, attn_implementation="sdpa")
+    parts = (theirs.Qwen2_5_VisionTransformerPretrainedModel, theirs.Qwen2_5_VLVisionAttention)
+    return window_tower(hf, *parts, theirs.apply_rotary_pos_emb_vision)
 
 
 FAMILY = Family("Qwen2_5_VLForConditionalGeneration", read, tower)

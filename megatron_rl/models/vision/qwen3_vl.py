@@ -21,7 +21,7 @@ from megatron_rl.models.vision.qwen2_5_vl import (
     patch_shape,
     vision_sizes,
 )
-from megatron_rl.models.vision.window_attention import with_windows
+from megatron_rl.models.vision.window_attention import window_tower
 
 if TYPE_CHECKING:
     import torch
@@ -81,16 +81,11 @@ def _tensors(vision: Any) -> Tensors:
 
 
 def tower(hf: Any) -> torch.nn.Module:
-    """transformers' module with the attention of ``with_windows``; its parameters have the names of
-    ``Vision.tensors`` below "visual."."""
-    from transformers.models.qwen3_vl import modeling_qwen3_vl as theirs  # takes seconds
+    # Importing it takes seconds, which planners need not wait for.
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as theirs
 
-    own = with_windows(
-        theirs.Qwen3VLVisionModel,
-        theirs.Qwen3VLVisionAttention,
-        theirs.apply_rotary_pos_emb_vision,
-    )
-    return own._from_config(hf.vision_config, attn_implementation="sdpa")
+    parts = (theirs.Qwen3VLVisionModel, theirs.Qwen3VLVisionAttention)
+    return window_tower(hf, *parts, theirs.apply_rotary_pos_emb_vision)
 
 
 FAMILY = Family("Qwen3VLForConditionalGeneration", read, tower)

@@ -68,9 +68,12 @@ class Windows:
         return result
 
 
-def with_windows(tower: Any, attention: Any, rotate: Callable[..., Any]) -> Any:
-    """``tower`` of transformers, which makes one call of ``attention`` for each window or image and
-    reads the boundaries in each block, with one call for all of them and no read.
+def window_tower(
+    hf: Any, tower: Any, attention: Any, rotate: Callable[..., Any]
+) -> torch.nn.Module:
+    """A ``tower`` of transformers, which makes one call of ``attention`` for each window or image
+    and reads the boundaries in each block, with one call for all of them and no read. Its
+    parameters have the names of ``Vision.tensors`` below "visual.".
 
     ``tower(pixels, grid_thw)`` takes the grids of the host: all that follows from them is made
     there and queued. ``rotate``: the rotary embedding of ``attention``.
@@ -117,4 +120,4 @@ def with_windows(tower: Any, attention: Any, rotate: Callable[..., Any]) -> Any:
                 **more,
             )
 
-    return WindowTower
+    return WindowTower._from_config(hf.vision_config, attn_implementation="sdpa")
