@@ -24,6 +24,7 @@ from megatron_rl.engine.routed_experts import ExpertReader
 from megatron_rl.engine.sampling import eos_token_ids, scoring
 from megatron_rl.engine.side_effects import (
     EngineStream,
+    import_model_class,
     prepare_import,
     private_segments,
     undisturbed_process,
@@ -147,6 +148,7 @@ class VllmEngine:
                 stack.enter_context(private_segments(launch_id))
             stack.callback(unlink_broadcast_buffer)  # also when the engine is refused
             stack.enter_context(building(model_path, self._config))
+            import_model_class(model_path)
             llm = LLM(**arguments)
             if self._config.pipeline > 1:
                 llm.collective_rpc("make_stage_buffers")

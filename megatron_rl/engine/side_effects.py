@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.model_config import read_json
+
 DIRECTORY = Path("/dev/shm")
 PREFIX = "megatron_rl-"  # of the segments there
 _OLD_S = 3600.0  # no start of an engine takes as long
@@ -59,6 +61,22 @@ def undisturbed_process() -> Iterator[None]:
         for name in _RESTORED_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(environment)
+
+
+def import_model_class(model_path: str) -> None:
+    """Imports the class of the model, as this process must. vLLM would ask a process of its own
+    first what that class can do, which imports all of vLLM again; once for each cache folder and
+    class."""
+    from vllm.model_executor.models.registry import (
+        ModelRegistry,
+        _LazyRegisteredModel,
+        _RegisteredModel,
+    )
+
+    for name in read_json(Path(model_path) / "config.json").get("architectures") or ():
+        entry = ModelRegistry.models.get(name)
+        if isinstance(entry, _LazyRegisteredModel):
+            ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
 
 
 def unlink_broadcast_buffer() -> None:

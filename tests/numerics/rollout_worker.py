@@ -23,6 +23,8 @@ FOLDER = Path(sys.argv[1])
 WORLD = launch.start()
 PATH = small.write("qwen3", 0, FOLDER)
 MODEL = small.build("qwen3", 0)
+VLLM_CACHE = FOLDER / "vllm_cache"
+os.environ["VLLM_CACHE_ROOT"] = str(VLLM_CACHE)  # empty, as on a new machine
 ENVIRONMENT = dict(os.environ)
 random.seed(1), np.random.seed(2), torch.manual_seed(3)
 BEFORE = random_state.capture()
@@ -160,6 +162,8 @@ def process_is_kept() -> None:
     torch.set_num_threads(THREADS + 2)
     assert torch.get_num_threads() == THREADS + 2, "vLLM turns torch.set_num_threads into nothing"
     torch.set_num_threads(THREADS)
+    known = VLLM_CACHE / "modelinfos"
+    assert not known.exists(), "vLLM has asked a process of its own what the model's class can do"
 
 
 def errors() -> None:
