@@ -30,8 +30,8 @@ def fail(nproc: int, args: list[str]) -> list[str]:
         ),
     ],
 )
-def test_a_typing_error_on_four_ranks_is_one_message(args, text):
-    output = "\n".join(fail(4, args))
+def test_a_typing_error_on_all_ranks_is_one_message(args, text):
+    output = "\n".join(fail(2, args))
     assert output.count("error: ") == 1
     assert output.count(text) == 1
     assert len(output.splitlines()) <= 15

@@ -127,6 +127,9 @@ def written(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return make
 
 
+OF_FULL_TIER = ("tp2_bf16", "dp2", "dp2_bf16", "first_dense", "first_dense_bf16", "experts")
+
+
 def each(cases: Any, *, full: bool = False) -> list[Any]:
     """(ranks, case), or (ranks, source, case), as parameters with names; those of four ranks, those
     whose number format and layout others have too, each beside something else, and, with ``full``,
@@ -136,7 +139,7 @@ def each(cases: Any, *, full: bool = False) -> list[Any]:
         for one in some:
             values = one if isinstance(one, tuple) else (one,)
             name = "_to_".join(getattr(value, "name", value) for value in values)
-            is_full = full or ranks == 4 or name in ("tp2_bf16", "dp2", "first_dense_bf16")
+            is_full = full or ranks == 4 or name in OF_FULL_TIER
             marks = pytest.mark.full if is_full else ()
             params.append(pytest.param(ranks, *values, id=f"{ranks}_{name}", marks=marks))
     return params

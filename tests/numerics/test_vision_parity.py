@@ -26,7 +26,7 @@ CASES = [
     _case(VL, 2, tensor=2, full=True),  # a part of the next
     _case(VL, 2, **SEQUENCE, recompute="full"),
     _case(VL, 2, pipeline=2),
-    _case(VL, 2, context=2),
+    _case(VL, 2, context=2, full=True),
     _case(VL, 2),
     _case(VL, 2, **OVERLAP),
     _case(DEEP, 1),
