@@ -93,6 +93,8 @@ def first_line(error: BaseException) -> str:
 
     Example: ``KeyError("x")`` gives ``KeyError: 'x'``, an empty ``MemoryError()`` its name.
     """
+    while isinstance(error, BaseExceptionGroup):  # whose own text only counts
+        error = error.exceptions[0]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     name = type(error).__name__
     text = lines[0] if lines else name

@@ -10,6 +10,7 @@ from megatron_rl.knobs import Piece
 class EnvironmentConfig(Piece):
     name: str
     tools: tuple[str, ...]
+    servers: tuple[str, ...]
     max_turns: PositiveInt
     max_seconds: PositiveFloat | None
     max_message_characters: PositiveInt

@@ -37,6 +37,12 @@ class Done:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+class ToolFailure(Exception):
+    """Raised by a tool that has itself failed, as a server that is gone: its response has no
+    verdict (``reward.on_problem``). Of any other exception the model is told, as the call's fault.
+    """
+
+
 @dataclass(frozen=True)
 class EnvironmentSettings:
     """What an ``Environment`` may read of the configuration.
@@ -51,6 +57,7 @@ class EnvironmentSettings:
     memory_bytes: int
     max_message_characters: int
     sandbox: str
+    servers: tuple[str, ...] = ()
 
 
 class Environment:
@@ -75,8 +82,10 @@ class Environment:
         self.settings = settings
 
     @classmethod
-    def functions(cls, settings: EnvironmentSettings) -> Sequence[Callable[..., Any]]:
-        """Tools that the chat template shows to the model."""
+    def functions(
+        cls, settings: EnvironmentSettings
+    ) -> Sequence[Callable[..., Any] | Mapping[str, Any]]:
+        """Tools that the chat template shows to the model; a mapping is the schema of one."""
         return ()
 
     @classmethod

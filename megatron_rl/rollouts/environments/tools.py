@@ -1,4 +1,5 @@
-"""``env.name=tools``: Python functions that a response may call, several in a turn.
+"""``env.name=tools``: Python functions, and tools of MCP servers, that a response may call,
+several in a turn.
 
 A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as the chat templates of
 Qwen and Hermes models ask for it. A turn without a call ends the response. What a call returns, or
@@ -25,6 +26,7 @@ from megatron_rl.rollouts.environments.base import (
     Environment,
     EnvironmentSettings,
     Message,
+    ToolFailure,
     register_environment,
 )
 
@@ -160,14 +162,19 @@ class Tools(Environment):
     remembers = False
     starts_processes = True  # the sandbox of ``python``
 
-    def __init__(self, settings: EnvironmentSettings) -> None:
-        super().__init__(settings)
-        self._scripts: list[str] = []
-        self._functions = functions_of(settings, self._scripts)
-
     @classmethod
-    def functions(cls, settings: EnvironmentSettings) -> Sequence[Callable[..., Any]]:
-        return list(functions_of(settings, []).values())
+    def functions(
+        cls, settings: EnvironmentSettings
+    ) -> Sequence[Callable[..., Any] | Mapping[str, Any]]:
+        found: dict[str, Any] = functions_of(settings, [])
+        for spec in settings.servers:
+            schemas = _mcp().schemas_of(spec, settings.timeout_s)
+            if taken := sorted(found.keys() & schemas):
+                raise ValueError(f"env.servers: {spec} has {taken[0]}, as another; leave one out")
+            found |= schemas
+        if not found:
+            raise ValueError("env.tools, env.servers: both are empty; name a tool or a server")
+        return list(found.values())
 
     @classmethod
     def num_calls(cls, text: str) -> int:
@@ -183,26 +190,36 @@ class Tools(Environment):
             return Done()
         before = [call for turn in self.earlier for call in read_calls(turn)[:_MOST_CALLS]]
         codes = [call.arguments.get("code") for call in before if call.name == "python"]
-        self._scripts[:] = [code for code in codes if isinstance(code, str)]
-        results = [self._result(call) for call in calls[:_MOST_CALLS]]
+        functions = functions_of(self.settings, [code for code in codes if isinstance(code, str)])
+        for spec in self.settings.servers:
+            functions |= _mcp().remote_tools(spec, self.settings.timeout_s)
+        results = [_result(functions, call) for call in calls[:_MOST_CALLS]]
         if len(calls) > _MOST_CALLS:
             problem = f"error: a turn has at most {_MOST_CALLS} calls; the others are not made"
             results.append(_message(calls[_MOST_CALLS], problem))
         return results
 
-    def _result(self, call: Call) -> Message:
-        function = self._functions.get(call.name)
-        if call.problem is None and function is None:
-            return _message(call, f"error: no tool {call.name!r}; there are {[*self._functions]}")
-        if call.problem is not None or function is None:
-            return _message(call, f"error: {call.problem}")
-        try:
-            inspect.signature(function).bind(**call.arguments)
-            return _message(call, str(function(**call.arguments)))
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the call's fault, which the model is told
-            return _message(call, f"error: {reason(error)}")
+
+def _result(functions: Mapping[str, Callable[..., Any]], call: Call) -> Message:
+    function = functions.get(call.name)
+    if call.problem is None and function is None:
+        return _message(call, f"error: no tool {call.name!r}; there are {[*functions]}")
+    if call.problem is not None or function is None:
+        return _message(call, f"error: {call.problem}")
+    try:
+        inspect.signature(function).bind(**call.arguments)
+        return _message(call, str(function(**call.arguments)))
+    except (MemoryError, ToolFailure):
+        raise
+    except Exception as error:  # noqa: BLE001 - the call's fault, which the model is told
+        return _message(call, f"error: {reason(error)}")
+
+
+def _mcp() -> Any:
+    """Imported where there are servers: the library takes a second."""
+    from megatron_rl.rollouts.environments import mcp_servers
+
+    return mcp_servers
 
 
 def _message(call: Call, content: str) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,13 +57,17 @@ class Turns:
     """
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, settings: EnvironmentSettings
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: EnvironmentSettings,
+        has_tools: bool,
     ) -> None:
         """Raises ValueError where the environment or the chat template of the model will not do."""
         self.config: EnvironmentConfig = config.env
         self.environment = environment_class(settings.name)
-        self.has_tools = bool(self.environment.functions(settings))
-        roles = ("tool",) if self.has_tools else ("user",)
+        self.has_tools = has_tools
+        roles = ("tool",) if has_tools else ("user",)
         self._rendering = MessageRendering(tokenizer, roles, config.model.path)
         self._tokenizer = tokenizer
         self._on_problem = config.reward.on_problem
@@ -221,6 +225,7 @@ def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | 
         int(env.memory_gib * 2**30),
         env.max_message_characters,
         config.reward.sandbox,
+        env.servers,
     )
     if not config.data.apply_chat_template:
         raise ValueError(
@@ -240,7 +245,7 @@ def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | 
     functions = environment.functions(settings)
     if functions:
         _show_tools(tokenizer, functions)
-    return Turns(config, tokenizer, settings)
+    return Turns(config, tokenizer, settings, bool(functions))
 
 
 def needs_reward(turns: Turns | None) -> bool:
@@ -248,14 +253,14 @@ def needs_reward(turns: Turns | None) -> bool:
     return turns is None or not turns.environment.gives_reward
 
 
-def _show_tools(
-    tokenizer: PreTrainedTokenizerBase, functions: Sequence[Callable[..., Any]]
-) -> None:
+def _show_tools(tokenizer: PreTrainedTokenizerBase, functions: Sequence[Any]) -> None:
+    """``functions``: as of ``Environment.functions``."""
     schemas: list[Any] = []
     for function in functions:
         remedy = "give its arguments type hints, and a docstring with a line for each below Args:"
         with concerning(f"env.tools: {function} has no schema", remedy):
-            schemas.append(get_json_schema(function))
+            is_schema = isinstance(function, Mapping)
+            schemas.append(function if is_schema else get_json_schema(function))
     render = tokenizer.apply_chat_template
 
     def with_tools(*arguments: Any, **more: Any) -> Any:

@@ -21,6 +21,7 @@ from megatron_rl.rollouts.environments.base import (
     Done,
     Environment,
     EnvironmentSettings,
+    ToolFailure,
     environment_class,
 )
 
@@ -42,6 +43,9 @@ class EpisodeSetup(PoolSetup):
         return f"env.name = {self.settings.name}"
 
     def judge(self) -> Episodes:
+        if self.settings.servers:
+            # Before workers are forked, and before the time of an answer begins.
+            import megatron_rl.rollouts.environments.mcp_servers  # noqa: F401
         return Episodes(self.settings)
 
 
@@ -73,6 +77,8 @@ class Episodes:
         except MemoryError:
             limit = f"env.memory_gib = {self._settings.memory_bytes / 2**30:g} GiB"
             return {"problem": f"MemoryError: it wanted more than {limit}", "last": True}
+        except ToolFailure as error:
+            return {"problem": reason(error), "last": True}  # another worker connects anew
         except Exception as error:  # noqa: BLE001 - the user's code; the reason is kept
             return {"problem": reason(error)}
 
