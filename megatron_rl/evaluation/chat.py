@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.data.prompts import text_prompts
-from megatron_rl.data.tokenizer import load_tokenizer, text_of
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.evaluation.evaluation_source import Evaluation
 from megatron_rl.evaluation.sample import NoReward, sampler_of
 from megatron_rl.rollouts.environments.rendering import MessageRendering
 from megatron_rl.rollouts.environments.turns import turns_of_run
+from megatron_rl.rollouts.rows.experience import Passage
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import APPENDED, Completion
 
 
 def chat(sample: Evaluation, world: World) -> None:
@@ -38,7 +37,6 @@ def chat(sample: Evaluation, world: World) -> None:
     rendering = MessageRendering(tokenizer, ("user",), config.model.path)
     sampler = sampler_of(sample, tokenizer, turns, NoReward(), world)
     plain = evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id))
-    decode = text_of(tokenizer)
     limit = config.rollout.max_prompt_tokens
     tokens: list[int] = []
     for number in itertools.count():
@@ -56,23 +54,16 @@ def chat(sample: Evaluation, world: World) -> None:
         asked = replace(prompt, uid=f"chat:{number}", token_ids=tuple(tokens))
         responses = sampler.run([asked], replace(plain, num_responses=1, seed=number), "chat")
         found = sampler.shown(responses, [0])
-        (whole,) = world.from_main(lambda found=found: [one.completion for one in found or ()])
-        if world.is_main:
-            print("\n".join(said(whole, decode)), flush=True)
-        tokens += whole.token_ids
+        if found is not None:
+            print("\n".join(map(said, found[0].passages)), flush=True)
+        tokens += world.from_main(lambda found=found: found[0].completion.token_ids)
         if tokens[-1] != rendering.end_token_id:
             tokens.append(rendering.end_token_id)
 
 
-def said(whole: Completion, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """A line, or several, for each turn of the model and for each answer to it."""
-    begin = 0
-    # Neighbours of one kind are joined: weights change within a turn, too.
-    for is_appended, spans in itertools.groupby(whole.spans, lambda span: span.version == APPENDED):
-        *_, last = spans
-        text = decode(whole.token_ids[begin : last.end]).strip()
-        yield f"  -> {text}" if is_appended else f"model: {text}"
-        begin = last.end
+def said(passage: Passage) -> str:
+    """A line, or several, for a turn of the model or for the answer to it."""
+    return f"{'model:' if passage.is_sampled else '  ->'} {passage.text.strip()}"
 
 
 def _line() -> str:

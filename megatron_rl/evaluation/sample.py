@@ -176,7 +176,8 @@ def shown(groups: Groups, *, scored: bool) -> str:
         prompt = group[0].prompt
         lines += [f"[{number}/{len(groups)}] {prompt.uid}", _labeled("prompt", prompt.text)]
         for response in group:
-            lines.append(_labeled("answer", response.text))
+            for passage in response.passages:
+                lines.append(_labeled("answer" if passage.is_sampled else "appended", passage.text))
             lines.append(_labeled("", _verdict(response, scored=scored)))
         if scored:
             lines.append(_labeled("expected", prompt.answer))

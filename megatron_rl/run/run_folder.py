@@ -223,7 +223,7 @@ class RunFolder:
         ):
             file.writelines(json.dumps(row) + "\n" for row in rows)
         if self._tracking is not None:
-            self._tracking.log_samples(step, rows)
+            self._tracking.log_samples(step, [_flat(row) for row in rows])
 
     def request_requeue(self, step: int) -> None:
         """Tells the launcher script of the preemption: exit codes do not survive torchrun."""
@@ -323,4 +323,13 @@ def _sample(step: int, response: Response) -> dict[str, Any]:
     }
     if response.score.problem is not None:
         row["problem"] = response.score.problem
+    if facts := response.score.environment:
+        row["turns"] = [passage._asdict() for passage in response.passages]
+        ends = [name for name, is_so in facts.items() if name.startswith("ended_by/") and is_so]
+        row["ended_by"] = ", ".join(ends).removeprefix("ended_by/")
     return row
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """What a table of a tracker shows of a sample: ``response`` has all of its turns."""
+    return {name: value for name, value in row.items() if name != "turns"}

@@ -4,6 +4,7 @@ mistakes are found, and a run that was killed ends as one that was not."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import subprocess
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from megatron_rl.reporting.metrics import defined
+from megatron_rl.rollouts.environments.turns import ENDS
 from tests.e2e.toy import LETTERS, rows, timeless
 from tests.e2e.turns import BOUND, words_of_turns, write_turns
 from tests.launch import REPO, end, launch, torchrun
@@ -70,6 +72,11 @@ def test_sampler_and_policy_agree_over_turns(place: Path, name: str, layout: Seq
         assert row["mismatch/logprob_abs_diff_max"] <= BOUND
         assert row["environment/turns"] > 2 and row["optim/grad_norm"] > 0
     assert sum(row["reward/excluded_share"] for row in steps) > 0, "an environment has failed"
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    for one in samples:
+        assert "".join(turn["text"] for turn in one["turns"]) == one["response"]
+        assert one["ended_by"] in ENDS
+    assert max(len(one["turns"]) for one in samples) >= 5
     (file,) = (run_dir / "nonfinite" / "step_000001").rglob("batch.safetensors")
     tensors = load_file(file)
     sampled = tensors["sampled"]

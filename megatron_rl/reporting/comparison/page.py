@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from megatron_rl.reporting.comparison.curves import SMOOTHING, smoothing_width
 from megatron_rl.reporting.comparison.drawing import write_png
 from megatron_rl.reporting.comparison.panels import drawings_of
-from megatron_rl.reporting.comparison.samples import samples_of, shortened_text
+from megatron_rl.reporting.comparison.samples import passages_of, samples_of, shortened_text
 from megatron_rl.reporting.comparison.scores import LAST_ROWS, last_value
 from megatron_rl.reporting.comparison.tables import (
     Entry,
@@ -55,7 +55,10 @@ th, td { padding: 0.3rem 0.55rem; border-bottom: 1px solid #d5dae0; text-align: 
   vertical-align: top; overflow-wrap: normal; }
 p:has(> img) { overflow-x: auto; }
 img { max-width: 100%; min-width: 640px; }
-pre { padding: 0.5rem; background: #f4f6f8; white-space: pre-wrap; }
+pre { margin: 0.3rem 0; padding: 0.5rem; background: #f4f6f8; white-space: pre-wrap;
+  border-left: 4px solid #d5dae0; }
+pre:has(.language-sampled) { border-color: #2f6fb0; }
+pre:has(.language-appended) { border-color: #c98a1b; margin-left: 2rem; }
 </style></head><body>
 BODY</body></html>
 """
@@ -135,12 +138,12 @@ def _plain_markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", escape(one_line, quote=False))
 
 
-def _fenced(text: str) -> str:
+def _fenced(text: str, kind: str) -> str:
     """Text as a block of Markdown that nothing in it can end: the fence has a backtick more than
-    the longest row of them in the text."""
+    the longest row of them in the text. ``kind``: the class of the block, for its color."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text}\n{fence}"
+    return f"{fence}{kind}\n{text}\n{fence}"
 
 
 def _heading(level: int, text: str) -> list[str]:
@@ -192,10 +195,11 @@ def _sample_lines(variants: Sequence[Variant]) -> tuple[list[str], list[str]]:
             verdict = "right" if sample["correct"] else "wrong"
             cut = ", cut by the length limit" if sample.get("truncated") else ""
             reward = shortened_text(sample.get("reward"))
-            about = f"Step {sample['step']}, {verdict}, reward {reward}{cut}."
-            lines += [_plain_markdown(f"{about} Prompt, response, right answer:"), ""]
-            for key in ("prompt_text", "response", "answer"):
-                lines += [_fenced(shortened_text(sample.get(key))), ""]
+            ended = f", ended by: {sample['ended_by']}" if sample.get("ended_by") else ""
+            about = f"Step {sample['step']}, {verdict}, reward {reward}{cut}{ended}."
+            lines += [_plain_markdown(about), ""]
+            for passage, kind, text in passages_of(sample):
+                lines += [f"{passage}:", "", _fenced(text, kind), ""]
     return lines, damaged
 
 

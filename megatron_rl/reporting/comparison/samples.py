@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.reporting.comparison.runs import SAMPLES, Run
@@ -58,6 +58,19 @@ def as_sample(line: str) -> Sample | None:
         return None
     has_step = isinstance(row, dict) and isinstance(row.get("step"), int)
     return row if has_step and "response" in row and "correct" in row else None
+
+
+def passages_of(sample: Sample) -> Iterator[tuple[str, str, str]]:
+    """Title, kind (prompt, sampled, appended or answer) and text of each part of a conversation."""
+    yield "Prompt", "prompt", shortened_text(sample.get("prompt_text"))
+    turns = sample.get("turns") or [{"is_sampled": True, "text": sample["response"]}]
+    number = 0
+    for turn in turns:
+        number += turn["is_sampled"]
+        title = f"Turn {number}" if turn["is_sampled"] else "Appended"
+        kind = "sampled" if turn["is_sampled"] else "appended"
+        yield title if len(turns) > 1 else "Response", kind, shortened_text(turn["text"])
+    yield "Right answer", "answer", shortened_text(sample.get("answer"))
 
 
 def shortened_text(value: Any) -> str:

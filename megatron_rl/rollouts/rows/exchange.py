@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int, Shaped
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.models.experts import not_given
 from megatron_rl.passes import EXPERTS
-from megatron_rl.rollouts.rows.experience import Response, Responses
+from megatron_rl.rollouts.rows.experience import Passage, Response, Responses
 from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import APPENDED, PLACES, Completion, Prompt, VersionSpan
@@ -160,7 +160,13 @@ def on_main(
             () if flags is None else _spans(flags[row], int(chosen.weight_versions[row])),
         )
         text = decode(ids.tolist())
-        result.append(Response(chosen.prompts[row], completion, text, chosen.scores[row]))
+        ends = [span.end for span in completion.spans]
+        passages = [
+            Passage(span.version != APPENDED, decode(ids[begin : span.end].tolist()))
+            for span, begin in zip(completion.spans, [0, *ends], strict=False)
+        ]
+        score = chosen.scores[row]
+        result.append(Response(chosen.prompts[row], completion, text, score, passages))
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +20,26 @@ from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.types import Completion, Prompt, Score, SequenceLengths
 
 
+class Passage(NamedTuple):
+    """A part of a conversation: what the model has sampled, or what is appended to it."""
+
+    is_sampled: bool
+    text: str
+
+
 @dataclass(frozen=True)
 class Response:
-    """One completion with text and verdict: what a hook or a log is shown, on rank 0."""
+    """One completion with text and verdict: what a hook or a log is shown, on rank 0.
+
+    Attributes:
+        passages: ``text``, turn by turn.
+    """
 
     prompt: Prompt
     completion: Completion
     text: str
     score: Score
+    passages: Sequence[Passage] = ()
 
 
 Groups = Sequence[Sequence[Response]]

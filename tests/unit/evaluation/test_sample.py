@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.errors import ConfigError
 from megatron_rl.evaluation.evaluation_source import Weights
 from megatron_rl.evaluation.sample import find_sample, shown
-from megatron_rl.rollouts.rows.experience import Response
+from megatron_rl.rollouts.rows.experience import Passage, Response
 from megatron_rl.types import Completion, Prompt, Score
 
 
@@ -138,7 +138,14 @@ def response(text: str, *, correct: bool, truncated: bool = False) -> Response:
         Completion((1, 2, 3), (0.0, 0.0, 0.0), truncated, 0),
         text,
         Score(float(correct), correct),
+        [Passage(True, text)],
     )
+
+
+def test_turns_and_what_was_appended_stand_apart():
+    passages = [Passage(True, "call"), Passage(False, "12"), Passage(True, "7")]
+    lines = shown([[replace(response("", correct=True), passages=passages)]], scored=True)
+    assert lines.splitlines()[3:6] == ["answer:    call", "appended:  12", "answer:    7"]
 
 
 def test_prompt_answers_and_verdicts_stand_below_each_other():

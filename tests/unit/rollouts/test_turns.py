@@ -180,6 +180,7 @@ def test_three_turns_token_for_token(tokenizer: PreTrainedTokenizerFast) -> None
         f"5@{first}6@{second}7@",
         f"5@{first}{'so long ' * 7}",
     ]
+    assert everything[1].passages == [(True, "5@"), (False, first), (True, "four@")]
     flags = [flags.tolist() for flags in responses.tokens.views("sampled")]
     assert flags[2] == [True] * 2 + [False] * 32 + [True] * 2 + [False] * 32 + [True] * 5
     assert responses.num_appended is not None

@@ -172,7 +172,7 @@ def test_untrusted_text_stays_text(tmp_path):
     assert "<script" not in text.lower()
     assert " ".join(page.words).count(ATTACK) >= 7  # title twice, setting, response, prompt, answer
     outside = re.sub(r"(?ms)^(`{3,})text\n.*?^\1$", "", markdown)
-    assert len(re.findall(r"(?m)^`{5}text$", markdown)) == 6 - 2  # longer than any in the text
+    assert len(re.findall(r"(?m)^`{5}[a-z]+$", markdown)) == 6 - 2  # longer than any in the text
     assert "<script" not in outside and "&lt;script" in outside
     widths = [
         len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line[:1] == "|"
@@ -232,6 +232,24 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     (run / "samples.jsonl").write_text('[]\n{"step": 1}\n')
     text, _ = written(tmp_path / "out", tmp_path / "runs")
     assert "a: samples.jsonl: 2 lines are damaged, the first is line 1" in text
+
+
+def test_a_conversation_is_shown_turn_by_turn(tmp_path):
+    turns = [("call", True), ("12", False), ("y" * 3000, True)]
+    shown = {
+        **sample(1, True, "all of it"),
+        "turns": [{"text": text, "is_sampled": is_sampled} for text, is_sampled in turns],
+        "ended_by": "done",
+    }
+    write_run(tmp_path / "runs" / "a", few_rows(5), samples=[shown])
+    text, markdown = written(tmp_path / "out", tmp_path / "runs")
+    assert "Step 1, right, reward 1.0, ended by: done." in markdown and "all of it" not in markdown
+    pieces = ["Prompt:\n\n```prompt\n3 + 4 =", "Turn 1:\n\n```sampled\ncall"]
+    pieces += ["Appended:\n\n```appended\n12", "Turn 2:\n\n```sampled\nyyy", "more characters"]
+    pieces += ["Right answer:\n\n```answer\n7"]
+    places = [markdown.index(piece) for piece in pieces]
+    assert places == sorted(places)
+    assert text.count('class="language-sampled"') == 2 and Page(text).count("pre") == 5
 
 
 @pytest.mark.parametrize(
