@@ -171,7 +171,7 @@ def test_untrusted_text_stays_text(tmp_path):
     assert page.wrong == [] and page.count("script") == 0
     assert "<script" not in text.lower()
     assert " ".join(page.words).count(ATTACK) >= 7  # title twice, setting, response, prompt, answer
-    outside = re.sub(r"(?ms)^(`{3,})text\n.*?^\1$", "", markdown)
+    outside = re.sub(r"(?ms)^(`{3,})[a-z]+\n.*?^\1$", "", markdown)
     assert len(re.findall(r"(?m)^`{5}[a-z]+$", markdown)) == 6 - 2  # longer than any in the text
     assert "<script" not in outside and "&lt;script" in outside
     widths = [
