@@ -174,6 +174,8 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
             "teacher_likely_logprobs": -ones[:, None],
             "teacher_logprobs": -ones,
             "is_argmax": correct,
+            "later_turns": torch.zeros(8, dtype=torch.int64),
+            "turn_advantages": ones,
             "nucleus_entropy": ones,
             "masked_logprobs": -2 * ones,
             "token_place": torch.arange(8),

@@ -135,6 +135,7 @@ class Signal:
         score_outputs: what the pass with the old policy is to give.
         update_outputs: what the passes of updates are to give; they become token columns.
         extra_tokens: how much ``extend`` lengthens a sequence.
+        over_turns: whether it is right where environments append to responses.
         num_likely: how many of its most likely tokens the sampler is to name with each sampled one.
     """
 
@@ -146,6 +147,7 @@ class Signal:
     update_outputs: Outputs = ()
     extra_tokens: int = 0
     num_likely: int = 0
+    over_turns: ClassVar[bool] = False
 
     def check(self, prompts: Iterable[Prompt], config: Config) -> None:
         """Raises ValueError where the training prompts or the configuration do not allow it."""

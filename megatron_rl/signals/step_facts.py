@@ -15,6 +15,7 @@ class RunProgress(Signal):
 
     about = "how far the run is"
     columns = ("progress",)
+    over_turns = True
 
     def after_rollout(self, view: StepView) -> Columns:
         return {"progress": torch.tensor(view.experience.progress, dtype=torch.float64)}
@@ -27,6 +28,7 @@ class GroupAccuracy(Signal):
 
     about = "the accuracy of the prompt in the loss"
     columns = ("group_accuracy",)
+    over_turns = True
 
     def after_rollout(self, view: StepView) -> Columns:
         experience = view.experience

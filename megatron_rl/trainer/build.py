@@ -157,7 +157,8 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
         )
     signals = signals_of(method, config.seed)
     signals.check(data.train_prompts, config)
-    if config.env.has_turns and (signals.members or method.reads_token_ids):
+    fits = all(signal.over_turns for signal in signals.members) and not method.reads_token_ids
+    if config.env.has_turns and not fits:
         raise ValueError(
             f"env.name = {config.env.name}: method = {method.name} reads"
             f" {', '.join(method.reads) or 'the token ids of responses'}, which is not built for"

@@ -92,6 +92,45 @@ def test_sampler_and_policy_agree_over_turns(place: Path, name: str, layout: Seq
     check_by_transformers(place / "model", tensors)
 
 
+@full
+@pytest.mark.parametrize("layout", [(), ("parallel=single", "rollout.tensor=1"), CONTEXT])
+def test_turns_are_credited_as_by_a_plain_count(place: Path, layout: Sequence[str]) -> None:
+    """GiGPO with F_norm = 1, of responses that may lie on other ranks."""
+    run_dir = train(
+        *(place, "_".join(["gigpo", *layout]), "method=gigpo", "trainer.num_steps=1"),
+        *("method.token_shaping.gigpo.turn_norm=none", "nonfinite.bundle_step=1", *layout),
+    )
+    (row,) = (row for row in rows(run_dir) if row["step"])
+    assert row["optim/grad_norm"] > 0
+    (file,) = (run_dir / "nonfinite" / "step_000001").rglob("batch.safetensors")
+    tensors = load_file(file)
+    whole = tensors["token_ids"].split(
+        (tensors["prompt_lengths"] + tensors["response_lengths"]).tolist()
+    )
+    turns = []  # row, where each begins, how many follow, what was told
+    for number, flags in enumerate(tensors["sampled"].split(tensors["response_lengths"].tolist())):
+        ids = whole[number][int(tensors["prompt_lengths"][number]) :].tolist()
+        begins = [at for at in range(len(ids)) if flags[at] and (not at or not flags[at - 1])]
+        ends = [next(at for at in range(b, len(ids)) if not flags[at]) for b in begins[1:-1]]
+        first = next((at for at in range(len(ids)) if not flags[at]), len(ids))
+        told = [(), *(tuple(ids[a:b]) for a, b in zip([first, *ends], begins[1:], strict=False))]
+        behind = range(len(begins) - 1, -1, -1)
+        turns += [(number, *each) for each in zip(begins, behind, told, strict=True)]
+    by_state: dict[object, list[float]] = {}
+    for number, _, later, told in turns:
+        key = (int(tensors["group_ids"][number]), told)
+        by_state.setdefault(key, []).append(0.95**later * float(tensors["rewards"][number]))
+    starts = tensors["response_lengths"].cumsum(0) - tensors["response_lengths"]
+    credited = 0
+    for number, begin, later, told in turns:
+        others = by_state[int(tensors["group_ids"][number]), told]
+        wanted = 0.95**later * float(tensors["rewards"][number]) - sum(others) / len(others)
+        found = float(tensors["turn_advantages"][int(starts[number]) + begin])
+        assert abs(found - wanted) < 1e-6
+        credited += found != 0
+    assert credited > 10 and max(later for _, _, later, _ in turns) >= 3
+
+
 @torch.no_grad()
 def check_by_transformers(path: Path, tensors: dict[str, Tensor]) -> None:
     """All that was sampled in the first step, read in one pass: as likely as the engine said. With

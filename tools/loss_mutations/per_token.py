@@ -140,6 +140,25 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("coef * (logprobs.detach()", "(logprobs.detach()"),
         ("coef * (logprobs.detach()", "coef * (logprobs"),
     ],
+    ("token_advantages", "turn_discount"): [
+        ("advantages * gamma **", "advantages / gamma **"),
+        ("advantages * gamma ** later_turns.to(advantages.dtype)", "gamma * advantages"),
+        (
+            "turns: TokenIndex, *, gamma: Discount = 0.95",
+            "turns: TokenIndex, *, gamma: Discount = 0.99",
+        ),
+    ],
+    ("token_advantages", "gigpo"): [
+        ("advantages + omega * turn_advantages", "advantages - omega * turn_advantages"),
+        ("advantages + omega * turn_advantages", "advantages + turn_advantages"),
+        ("advantages + omega * turn_advantages", "omega * advantages + turn_advantages"),
+        ("rewards * gamma ** later.to(rewards.dtype)", "rewards"),
+        ("rewards * gamma ** later.to", "rewards * gamma ** (later + 1).to"),
+        ('norm == "none"', 'norm == "std"'),
+        ("zscore(returns, groups, 1e-6, 1)", "zscore(returns, groups, 1e-6, 0)"),
+        ("zscore(returns, groups, 1e-6, 1)", "zscore(rewards, groups, 1e-6, 1)"),
+        ("segments_of(states)", "segments_of(later)"),
+    ],
     ("token_advantages", "entropy_bonus"): [
         ("advantages.abs() / kappa", "advantages / kappa"),
         ("advantages.abs() / kappa", "advantages.abs() * kappa"),

@@ -8,12 +8,21 @@ is one function here: inputs before the star, named after ``Terms``, knobs after
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
+from jaxtyping import Float, Int
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
 
 from megatron_rl.loss.choices import token_shaper
+from megatron_rl.loss.per_response.advantages import centered, zscore
+from megatron_rl.loss.segments import segments_of
 from megatron_rl.loss.shapes import PerResponse, PerToken, TokenIndex
 from megatron_rl.loss.whole_responses import WholeResponses
+
+Discount = Annotated[float, Field(ge=0, le=1)]
+TurnNorm = Literal["std", "none"]
 
 
 @token_shaper
@@ -52,6 +61,54 @@ def teacher(
     coef KL(p, q) at each prefix. Source: GKD (arXiv 2306.13649) on the policy's own responses.
     """
     return advantages - coef * (logprobs.detach() - teacher_logprobs)
+
+
+@token_shaper
+def turn_discount(
+    advantages: PerToken, later_turns: TokenIndex, *, gamma: Discount = 0.95
+) -> PerToken:
+    """gamma^k A, k the turns of the response that follow the token's.
+
+    It is the advantage of the return at the turn, for a reward at the end, with one baseline.
+    Source: the discounted return of GiGPO (arXiv 2505.10978) section 3.2, without its states.
+    """
+    return advantages * gamma ** later_turns.to(advantages.dtype)
+
+
+@token_shaper
+def gigpo(
+    advantages: PerToken,
+    turn_advantages: PerToken,
+    *,
+    omega: NonNegativeFloat = 1.0,
+    gamma: Discount = 0.95,
+    turn_norm: TurnNorm = "std",
+) -> PerToken:
+    """A + omega A^S, A^S that of the token's turn (``advantages_of_turns``, by ``gamma`` and
+    ``turn_norm``). Source: GiGPO (arXiv 2505.10978) eq. 8."""
+    return advantages + omega * turn_advantages
+
+
+def advantages_of_turns(
+    rewards: Float[Tensor, " turns"],
+    later: Int[Tensor, " turns"],
+    states: Int[Tensor, " turns"],
+    gamma: float,
+    norm: TurnNorm,
+) -> Float[Tensor, " turns"]:
+    """(R_t - mean R) / F, R_t = gamma^later r; mean and F over the turns that began in one state.
+
+    F is the std with divisor n - 1, and 1e-6, or 1 (``none``); the only turn of a state, and one of
+    several equal ones, has 0. Source: GiGPO (arXiv 2505.10978) eq. 7.
+
+    Args:
+        rewards: Of the response of each turn.
+        later: How many of its turns follow.
+        states: Numbers of what the policy had been told; of one prompt alone.
+    """
+    returns = rewards * gamma ** later.to(rewards.dtype)
+    groups = segments_of(states)
+    return centered(returns, groups) if norm == "none" else zscore(returns, groups, 1e-6, 1)
 
 
 @token_shaper

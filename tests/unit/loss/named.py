@@ -66,6 +66,8 @@ NAMED = {
     "a_grae_dapo": Choice(shaping=("ddas", "ass"), high=0.28, aggregate="token"),
     "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
     "rl_zvp": Choice(aggregate="token", token="zero_variance"),
+    "gigpo": Choice(aggregate="token", token="gigpo"),
+    "turn_discount": Choice(aggregate="token", token="turn_discount"),
     "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
     "dcpo": Choice("smoothed", dual=10.0, token="dcpo"),
     "cde": Choice(aggregate="token", knobs={"weight": 1 - PROGRESS}),

@@ -341,6 +341,8 @@ class Tokens:
     sampler_likely: list[list[list[float]]]
     teacher_likely: list[list[list[float]]]
     teacher: list[list[float]]
+    later_turns: list[list[int]]
+    turn_advantages: list[list[float]]
 
     @property
     def moved(self) -> list[float]:
@@ -366,4 +368,11 @@ def token_advantages(rows: list[Row], choice: Choice, tokens: Tokens) -> list[li
         for at, inside in enumerate(result):
             pairs = zip(tokens.new[at], tokens.teacher[at], strict=True)
             result[at] = [own - (p - q) for own, (p, q) in zip(inside, pairs, strict=True)]
+    for at, inside in enumerate(result):
+        if choice.token == "turn_discount":
+            pairs = zip(inside, tokens.later_turns[at], strict=True)
+            result[at] = [own * 0.95**later for own, later in pairs]
+        if choice.token == "gigpo":
+            pairs = zip(inside, tokens.turn_advantages[at], strict=True)
+            result[at] = [own + of_turn for own, of_turn in pairs]
     return result

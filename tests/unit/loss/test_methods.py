@@ -66,7 +66,8 @@ def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Toke
     values += [batch.token_columns[name] for name in names]
     values.append(batch.sampler_logprobs)
     values += [batch.token_columns[f"{whose}likely_logprobs"] for whose in WHOSE]
-    values.append(batch.token_columns["teacher_logprobs"])
+    names = ("teacher_logprobs", "later_turns", "turn_advantages")
+    values += [batch.token_columns[name] for name in names]
     return reference.Tokens(*[per_response(each, rows) for each in values])
 
 

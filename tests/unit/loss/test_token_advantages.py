@@ -86,6 +86,33 @@ def test_without_tokens_there_are_no_statistics() -> None:
     assert responses.maximum(vector()).shape == (0,)
 
 
+def test_turn_discount_by_hand() -> None:
+    """Two turns follow, one, none."""
+    later = torch.tensor([2, 1, 0])
+    same(token_advantages.turn_discount(vector(1, -2, 3), later, gamma=0.5), 0.25, -1, 3)
+    same(token_advantages.turn_discount(vector(1, 1, 1), later), 0.9025, 0.95, 1)
+
+
+def test_gigpo_by_hand() -> None:
+    same(token_advantages.gigpo(vector(1, -2), vector(0.5, 4)), 1.5, 2)
+    same(token_advantages.gigpo(vector(1, -2), vector(0.5, 4), omega=0.5), 1.25, 0)
+
+
+def test_advantages_of_turns_by_hand() -> None:
+    """Rewards 1, 0 and 1 after two, two and one turn, at gamma 1/2: the returns of the first turns,
+    all in state 5, are 1/2, 0 and 1, those of the second, in state 7, are 1 and 0; another prompt
+    has one turn in each of its states, and two equal ones in state 9."""
+    rewards = vector(1, 1, 0, 0, 1, 1, 1, 1)
+    later = torch.tensor([1, 0, 1, 0, 0, 1, 0, 0])
+    states = torch.tensor([5, 7, 5, 7, 5, 8, 9, 9])
+    plain = token_advantages.advantages_of_turns(rewards, later, states, 0.5, "none")
+    same(plain, 0, 0.5, -0.5, -0.5, 0.5, 0, 0, 0)
+    # std of 1/2, 0, 1 by n - 1 is 1/2; that of 1, 0 is sqrt(1/2).
+    scaled = token_advantages.advantages_of_turns(rewards, later, states, 0.5, "std")
+    first, second = 0.5 / (0.5 + 1e-6), 0.5 / (0.5**0.5 + 1e-6)
+    same(scaled, 0, second, -first, -second, first, 0, 0, 0)
+
+
 def test_teacher_by_hand() -> None:
     """A - coef (log p - log q): the policy at -1 and -2, its teacher at -0.5 and -4; the policy has
     no gradient through it."""
