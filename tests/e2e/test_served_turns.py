@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import test_servers
-from tests.e2e.test_servers import steps_of
+from tests.e2e.test_servers import ANNEALED, TRUNCATED, steps_of
 from tests.e2e.turns import write_turns
 
 servers, register = test_servers.servers, test_servers.register
@@ -21,6 +21,12 @@ def test_turns_are_those_of_the_colocated_engine_and_the_same_whoever_serves(fol
     colocated = ("source=colocated", "source.staleness=0")
     assert steps == steps_of(folder / "several_colocated", *more, *colocated)
     assert all(row["environment/turns"] > 1.1 for row in steps)
+    hooks = ("rollout_hooks.vcrl.kappa=0.2", "rollout_hooks.dars.schedule=hw")
+    for name, sampled in {"cut": (*ANNEALED, *TRUNCATED), "hooks": hooks}.items():
+        register(0, folder / f"{name}_servers")
+        served = steps_of(folder / f"{name}_servers", *more, *sampled, "source.staleness=0")
+        assert served == steps_of(folder / f"{name}_colocated", *more, *sampled, *colocated)
+        assert served != steps, "it samples otherwise"
     register(0, folder / "several_alone")
     register(0, folder / "several_two")
     register(1, folder / "several_two")

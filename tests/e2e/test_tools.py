@@ -93,6 +93,35 @@ def test_sampler_and_policy_agree_over_turns(place: Path, name: str, layout: Seq
 
 
 @full
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        (
+            "annealed",
+            (
+                *("rollout.anneal.start=1.5", "rollout.anneal.end=0.5"),
+                *("rollout.anneal.decay_tokens=20.0", "rollout.anneal.policy=annealed"),
+            ),
+        ),
+        ("kept", ("rollout.top_p=0.9", "rollout.top_k=8", "rollout.temperature=0.8")),
+        ("hooks", ("rollout_hooks.vcrl.kappa=0.2", "rollout_hooks.dars.schedule=hw")),
+    ],
+)
+def test_other_ways_of_sampling_agree_over_turns(
+    place: Path, name: str, more: Sequence[str]
+) -> None:
+    """A temperature that falls over the whole response, over what is appended too; tokens that the
+    sampler kept; groups that grow or are refused."""
+    for row in rows(train(place, name, "trainer.num_steps=3", *more))[1:]:
+        assert row["mismatch/logprob_abs_diff_max"] <= BOUND
+        assert row["environment/turns"] > 2 and 0 < row["optim/grad_norm"] < 1e3
+        if name == "hooks":
+            assert row["hook/dars/hard_groups"] + row["hook/vcrl/refused_groups"] > 0
+        else:
+            assert row["environment/ended_by/problem"] < 1
+
+
+@full
 @pytest.mark.parametrize("layout", [(), ("parallel=single", "rollout.tensor=1"), CONTEXT])
 def test_turns_are_credited_as_by_a_plain_count(place: Path, layout: Sequence[str]) -> None:
     """GiGPO with F_norm = 1, of responses that may lie on other ranks."""
@@ -111,9 +140,8 @@ def test_turns_are_credited_as_by_a_plain_count(place: Path, layout: Sequence[st
     for number, flags in enumerate(tensors["sampled"].split(tensors["response_lengths"].tolist())):
         ids = whole[number][int(tensors["prompt_lengths"][number]) :].tolist()
         begins = [at for at in range(len(ids)) if flags[at] and (not at or not flags[at - 1])]
-        ends = [next(at for at in range(b, len(ids)) if not flags[at]) for b in begins[1:-1]]
-        first = next((at for at in range(len(ids)) if not flags[at]), len(ids))
-        told = [(), *(tuple(ids[a:b]) for a, b in zip([first, *ends], begins[1:], strict=False))]
+        ends = [next(at for at in range(b, len(ids)) if not flags[at]) for b in begins[:-1]]
+        told = [(), *(tuple(ids[a:b]) for a, b in zip(ends, begins[1:], strict=True))]
         behind = range(len(begins) - 1, -1, -1)
         turns += [(number, *each) for each in zip(begins, behind, told, strict=True)]
     by_state: dict[object, list[float]] = {}
@@ -125,7 +153,7 @@ def test_turns_are_credited_as_by_a_plain_count(place: Path, layout: Sequence[st
     for number, begin, later, told in turns:
         others = by_state[int(tensors["group_ids"][number]), told]
         wanted = 0.95**later * float(tensors["rewards"][number]) - sum(others) / len(others)
-        found = float(tensors["turn_advantages"][int(starts[number]) + begin])
+        found = float(tensors["token_column.turn_advantages"][int(starts[number]) + begin])
         assert abs(found - wanted) < 1e-6
         credited += found != 0
     assert credited > 10 and max(later for _, _, later, _ in turns) >= 3

@@ -43,15 +43,9 @@ def _with_turns(config: Config) -> Iterator[str]:
             config.source.is_partial,
             "source.partial.groups_in_flight=null",
         ),
-        f"rollout_hooks = {[*config.rollout_hooks]}": (bool(config.rollout_hooks), "none of them"),
         f"rollout.router_replay = {rollout.router_replay}": (
             rollout.router_replay != "none",
             "rollout.router_replay=none",
-        ),
-        "rollout.top_p, rollout.top_k": (rollout.is_truncated, "1.0 and -1"),
-        "rollout.anneal.start": (
-            rollout.anneal.schedule is not None,
-            "rollout.anneal.start=null",
         ),
         f"rollout.stop = {[*rollout.stop]}": (bool(rollout.stop), "rollout.stop=[]"),
     }

@@ -96,7 +96,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
 def temperature_metrics(
     annealing: Annealing | None, lengths: Int[Tensor, " responses"]
 ) -> dict[str, float]:
-    """Of the tokens that the sampler drew; nothing where it has one temperature."""
+    """Of the tokens of responses; nothing where they have one temperature."""
     if annealing is None:
         return {}
     by_position = annealing.of_positions(torch.arange(int(lengths.max()))).double()
