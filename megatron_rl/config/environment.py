@@ -11,6 +11,7 @@ class EnvironmentConfig(Piece):
     name: str
     tools: tuple[str, ...]
     servers: tuple[str, ...]
+    corpus: str | None
     max_turns: PositiveInt
     max_seconds: PositiveFloat | None
     max_message_characters: PositiveInt

@@ -58,6 +58,7 @@ class EnvironmentSettings:
     max_message_characters: int
     sandbox: str
     servers: tuple[str, ...] = ()
+    corpus: str = ""
 
 
 class Environment:
@@ -97,6 +98,11 @@ class Environment:
     def refusal(cls, settings: EnvironmentSettings) -> str | None:
         """Why it cannot work on this machine; None where it can."""
         return None
+
+    @classmethod
+    def prepare(cls, settings: EnvironmentSettings) -> None:
+        """Once, in the process that the workers are forked from: what would cost each of them
+        time. It must start no thread and keep no connection."""
 
     def start(self, task: Task, seed: int) -> None:
         """Before the first turn. ``seed``: of the run, the prompt and the response."""

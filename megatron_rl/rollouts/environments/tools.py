@@ -29,6 +29,7 @@ from megatron_rl.rollouts.environments.base import (
     ToolFailure,
     register_environment,
 )
+from megatron_rl.rollouts.environments.search import check_corpus, indexed, search_tool
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _MOST_CALLS = 8  # of a turn
@@ -146,7 +147,20 @@ def functions_of(
 ) -> dict[str, Callable[..., Any]]:
     """The tools of ``env.tools`` by the names that calls have; ``scripts``: see ``python_tool``.
     Raises ValueError for one that cannot be imported."""
-    built_in = {"calculator": calculator, "python": python_tool(settings, scripts)}
+
+    def search(query: str) -> str:
+        """Searches a collection of documents.
+
+        Args:
+            query: Words to look for.
+
+        Returns:
+            The documents that fit best.
+        """
+        return search_tool(settings, query)
+
+    built_in = {"calculator": calculator, "search": search}
+    built_in["python"] = python_tool(settings, scripts)
     found: dict[str, Callable[..., Any]] = {}
     for spec in settings.tools:
         function = built_in.get(spec) or import_function(spec, "env.tools")
@@ -167,6 +181,13 @@ class Tools(Environment):
         cls, settings: EnvironmentSettings
     ) -> Sequence[Callable[..., Any] | Mapping[str, Any]]:
         found: dict[str, Any] = functions_of(settings, [])
+        if ("search" in settings.tools) != bool(settings.corpus):
+            raise ValueError(
+                f"env.corpus = {settings.corpus or None}: the tool search reads it, and no other;"
+                " give both env.tools=[search] and env.corpus=FILE.jsonl, or neither"
+            )
+        if settings.corpus:
+            check_corpus(settings)
         for spec in settings.servers:
             schemas = _mcp().schemas_of(spec, settings.timeout_s)
             if taken := sorted(found.keys() & schemas):
@@ -175,6 +196,13 @@ class Tools(Environment):
         if not found:
             raise ValueError("env.tools, env.servers: both are empty; name a tool or a server")
         return list(found.values())
+
+    @classmethod
+    def prepare(cls, settings: EnvironmentSettings) -> None:
+        if settings.servers:
+            _mcp()
+        if "search" in settings.tools:
+            indexed(settings.corpus)
 
     @classmethod
     def num_calls(cls, text: str) -> int:

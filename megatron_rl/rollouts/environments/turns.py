@@ -226,6 +226,7 @@ def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | 
         env.max_message_characters,
         config.reward.sandbox,
         env.servers,
+        env.corpus or "",
     )
     if not config.data.apply_chat_template:
         raise ValueError(

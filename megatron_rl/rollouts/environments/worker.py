@@ -43,9 +43,7 @@ class EpisodeSetup(PoolSetup):
         return f"env.name = {self.settings.name}"
 
     def judge(self) -> Episodes:
-        if self.settings.servers:
-            # Before workers are forked, and before the time of an answer begins.
-            import megatron_rl.rollouts.environments.mcp_servers  # noqa: F401
+        environment_class(self.settings.name).prepare(self.settings)
         return Episodes(self.settings)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings
+from megatron_rl.rollouts.environments.search import _opened, indexed
 from megatron_rl.rollouts.environments.tools import Tools, calculator, functions_of, read_calls
 
 OWN = '''
@@ -111,6 +113,55 @@ def test_a_script_has_the_names_of_earlier_ones() -> None:
     assert printed(earlier, "print(x)", "y += 1\nprint(y)") == [drawn, "2"]
     assert "ZeroDivisionError" in printed(earlier[:1], "1 / 0")[0]
     assert printed([], "print('a')", "print('b')") == ["a", "b"]
+
+
+CORPUS = [
+    {"title": "Cats", "text": "The cat sat on the mat."},
+    {"text": "Dogs and a cat: the cat chases no dog, the cat sleeps."},
+    {"title": "Rain", "text": "It rained over Tokyo."},
+    {"title": "Long", "text": "zebra " * 100},
+]
+
+
+def test_search_ranks_by_bm25(tmp_path) -> None:
+    """By k1 = 1.2 and b = 0.75, 8 words on average: 2 of 7 words have 4.4 / (2 + 1.2 (0.25 + 0.75 *
+    7 / 8)) = 1.425 times the weight of the word, 3 of 12 have 6.6 / (3 + 1.65) = 1.419."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in CORPUS[:3]))
+    chosen = replace(settings("search"), corpus=str(path))
+
+    def searched(query: str) -> list[str]:
+        (found,) = Tools(chosen).step(
+            call(json.dumps({"name": "search", "arguments": {"query": query}})), 0
+        )
+        return found["content"].split("\n\n")
+
+    texts = [f"{one.get('title', '')}\n{one['text']}".strip()[:31] for one in CORPUS]
+    assert searched("cats") == texts[:2], "as their stems"
+    assert searched('raining OR ("') == [texts[2]], "no language of queries"
+    assert searched("zebra") == searched("?!") == ["nothing found"]
+    path.write_text("".join(json.dumps(each) + "\n" for each in CORPUS))
+    indexed.cache_clear(), _opened.cache_clear()
+    assert searched("zebra") == ["Long\n" + ("zebra " * 100)[:26].strip()]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (None, "No such file"),
+        ("", "is empty"),
+        ('{"text": "a"}\n{"txt": 1}\n', "line 2: KeyError: 'text'; give a file whose lines"),
+    ],
+)
+def test_a_wrong_corpus_is_named(tmp_path, lines: str | None, words: str) -> None:
+    path = tmp_path / "corpus.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    with pytest.raises(ValueError, match=words):
+        Tools.functions(replace(settings("search"), corpus=str(path)))
+    for chosen in (settings("search"), replace(settings("calculator"), corpus=str(path))):
+        with pytest.raises(ValueError, match="give both"):
+            Tools.functions(chosen)
 
 
 def test_two_tools_of_one_name_are_refused(tmp_path) -> None:
