@@ -56,7 +56,7 @@ def chat(sample: Evaluation, world: World) -> None:
         found = sampler.shown(responses, [0])
         if found is not None:
             print("\n".join(map(said, found[0].passages)), flush=True)
-        tokens += world.from_main(lambda found=found: found[0].completion.token_ids)
+        tokens += world.from_main(lambda found=found: found and found[0].completion.token_ids) or ()
         if tokens[-1] != rendering.end_token_id:
             tokens.append(rendering.end_token_id)
 

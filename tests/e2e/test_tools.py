@@ -126,7 +126,7 @@ def test_other_ways_of_sampling_agree_over_turns(
 def test_turns_are_credited_as_by_a_plain_count(place: Path, layout: Sequence[str]) -> None:
     """GiGPO with F_norm = 1, of responses that may lie on other ranks."""
     run_dir = train(
-        *(place, "_".join(["gigpo", *layout]), "method=gigpo", "trainer.num_steps=1"),
+        *(place, f"gigpo{len(str(layout))}", "method=gigpo", "trainer.num_steps=1"),
         *("method.token_shaping.gigpo.turn_norm=none", "nonfinite.bundle_step=1", *layout),
     )
     (row,) = (row for row in rows(run_dir) if row["step"])

@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.rewards.base import Task
+from megatron_rl.rewards.workers.pool import WorkerPool
 from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings
 from megatron_rl.rollouts.environments.search import _opened, indexed
 from megatron_rl.rollouts.environments.tools import Tools, calculator, functions_of, read_calls
+from megatron_rl.rollouts.environments.worker import EpisodeSetup
 
 OWN = '''
 def twice(number: int) -> int:
@@ -143,6 +146,19 @@ def test_search_ranks_by_bm25(tmp_path) -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in CORPUS))
     indexed.cache_clear(), _opened.cache_clear()
     assert searched("zebra") == ["Long\n" + ("zebra " * 100)[:26].strip()]
+
+
+def test_workers_have_the_index_that_was_made_before_them(tmp_path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps(CORPUS[0]))
+    chosen = replace(settings("search"), corpus=str(path))
+    pool = WorkerPool(EpisodeSetup((), chosen), limit=("env.timeout_s", 50.0))
+    turn = call('{"name": "search", "arguments": {"query": "cat"}}')
+    try:
+        (reply,) = pool.judge([(Task("p:1", "4", "toy", {}), 7, [turn])])
+    finally:
+        pool.close()
+    assert reply["messages"][0]["content"] == "Cats\nThe cat sat on the mat."
 
 
 @pytest.mark.parametrize(
