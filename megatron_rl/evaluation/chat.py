@@ -54,9 +54,10 @@ def chat(sample: Evaluation, world: World) -> None:
         asked = replace(prompt, uid=f"chat:{number}", token_ids=tuple(tokens))
         responses = sampler.run([asked], replace(plain, num_responses=1, seed=number), "chat")
         found = sampler.shown(responses, [0])
-        if found is not None:
-            print("\n".join(map(said, found[0].passages)), flush=True)
-        tokens += world.from_main(lambda found=found: found and found[0].completion.token_ids) or ()
+        (whole,) = world.from_main(lambda found=found: found or ())
+        if world.is_main:
+            print("\n".join(map(said, whole.passages)), flush=True)
+        tokens += whole.completion.token_ids
         if tokens[-1] != rendering.end_token_id:
             tokens.append(rendering.end_token_id)
 

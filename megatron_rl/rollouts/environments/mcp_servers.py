@@ -1,8 +1,8 @@
 """Tools of MCP servers (modelcontextprotocol.io), through the client of the ``mcp`` library.
 
-A server is an address (``http://127.0.0.1:8000/mcp``, streamable HTTP) or a command, which talks over its standard
-streams. Every worker has connections of its own, which all its responses share, so a tool must give
-the same answer whatever was called before.
+A server is an address (``http://127.0.0.1:8000/mcp``, streamable HTTP) or a command, which talks
+over its standard streams. Every worker has connections of its own, which all its responses share,
+so a tool must give the same answer whatever was called before.
 """
 
 from __future__ import annotations
