@@ -54,7 +54,7 @@ def chat(sample: Evaluation, world: World) -> None:
         asked = replace(prompt, uid=f"chat:{number}", token_ids=tuple(tokens))
         responses = sampler.run([asked], replace(plain, num_responses=1, seed=number), "chat")
         found = sampler.shown(responses, [0])
-        (whole,) = world.from_main(lambda found=found: found or ())
+        (whole,) = world.from_main(lambda found=found: list(found or ()))
         if world.is_main:
             print("\n".join(map(said, whole.passages)), flush=True)
         tokens += whole.completion.token_ids
