@@ -89,7 +89,7 @@ class McpServer:
 
 def schemas_of(spec: str, timeout_s: float) -> dict[str, Schema]:
     """The schemas of a server's tools. Raises ValueError where it does not answer or has none."""
-    remedy = "correct the command or the address, or start the server"
+    remedy = "correct the command or the address, start the server, or raise env.timeout_s"
     with concerning(f"env.servers: {spec} cannot be asked for its tools", remedy):
         server = McpServer(spec, timeout_s)
     server.close()
