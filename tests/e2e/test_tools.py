@@ -112,10 +112,11 @@ def test_other_ways_of_sampling_agree_over_turns(
 ) -> None:
     """A temperature that falls over the whole response, over what is appended too; tokens that the
     sampler kept; groups that grow or are refused."""
-    for row in rows(train(place, name, "trainer.num_steps=3", *more))[1:]:
+    steps = rows(train(place, name, "trainer.num_steps=3", *more))[1:]
+    # The sampler often leaves the end of a message out of the tokens that it keeps.
+    assert max(row["environment/turns"] for row in steps) > (1.1 if name == "kept" else 2)
+    for row in steps:
         assert row["mismatch/logprob_abs_diff_max"] <= BOUND
-        # The sampler often leaves the end of a message out of the tokens that it keeps.
-        assert row["environment/turns"] > (1.1 if name == "kept" else 2)
         assert 0 < row["optim/grad_norm"] < 1e3
         if name == "hooks":
             assert row["hook/dars/hard_groups"] + row["hook/vcrl/refused_groups"] > 0
