@@ -36,6 +36,11 @@ class BatchThread(Generic[Item, Result]):
     def add(self, item: Item) -> None:
         self._waiting.append(item)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing is done, and the next ``take`` begins something."""
+        return self._call is None and bool(self._waiting)
+
     def take(self) -> list[Result]:
         """The results that are there. Raises what a call has raised."""
         results: list[Result] = []

@@ -262,6 +262,8 @@ class ServerBackend:
                     self._besides.join(name, self._besides.scheduler.version)
         for each in self._jobs:
             each.dispatcher.turn()
+        if self._fleet.rewards.is_due:  # demonstrations ended as they began, and no server will
+            self._thread.soon(self._turn)
         for name, server in self._readiness.begin_switches().items():
             self._thread.spawn(self._switch(name, server))
         self._thread.changed()
