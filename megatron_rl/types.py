@@ -133,6 +133,7 @@ class VersionSpan(NamedTuple):
 
 
 APPENDED = -3  # in place of the version of the weights that sampled a token
+DEMONSTRATED = -2  # likewise, of a response that was not sampled for its step
 
 
 def num_appended(spans: Sequence[VersionSpan]) -> int:

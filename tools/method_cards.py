@@ -152,6 +152,7 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
             **dict.fromkeys(method.reads, ones),
             "progress": torch.tensor(0.5),
             "visits": torch.zeros(8, dtype=torch.int64),
+            "is_demonstration": ~correct,
         },
     )
     credit = method.credit(batch)

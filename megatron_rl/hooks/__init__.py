@@ -1,6 +1,6 @@
-"""Hooks of rollouts. Importing this package registers its own: vcrl, dars, erpo."""
+"""Hooks of rollouts. Importing this package registers its own: vcrl, dars, erpo, ar3po, exgrpo."""
 
-from megatron_rl.hooks import sampling
+from megatron_rl.hooks import replay, sampling
 from megatron_rl.hooks.base import (
     ROLLOUT_HOOKS,
     Ask,
@@ -13,7 +13,7 @@ from megatron_rl.hooks.base import (
     register_sampling_hook,
 )
 
-FILES = (sampling,)
+FILES = (replay, sampling)
 
 __all__ = [
     "ROLLOUT_HOOKS",

@@ -26,6 +26,8 @@ What holds whatever a hook does:
 - Hooks run in the order of the configuration, each on what the one before left. One that asks is
   called again with the answers, until it asks no more.
 - What is asked is sampled by the newest weights. Evaluation is not hooked.
+- One that remembers responses gives them to later groups, where they are demonstrations: the method
+  of the run has to read which rows those are.
 - A prompt's temperature is that of the hooks when its weights were published: a server that is
   ``source.staleness`` updates behind does not know of later steps.
 """
@@ -39,7 +41,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import SerializeAsAny
 
 from megatron_rl.knobs import Choices, Named, by_key, new_schema
-from megatron_rl.types import Prompt, Score
+from megatron_rl.types import Completion, Prompt, Score
 
 
 class HookChoice(NamedTuple):
@@ -50,12 +52,14 @@ class HookChoice(NamedTuple):
         resamples: it is the latter.
         changes_temperature: some responses are sampled at another one than the policy is trained
             at, so that a run needs importance weights.
+        remembers: it is told the right responses of a step, and gives some to later ones.
     """
 
     make: Callable[..., Any]
     schema: type[Named]
     resamples: bool = False
     changes_temperature: bool = False
+    remembers: bool = False
 
 
 ROLLOUT_HOOKS = Choices("rollout hook")
@@ -128,11 +132,15 @@ class ScoredGroup(NamedTuple):
 
 class Ask(NamedTuple):
     """``num_responses`` more are wanted to ``prompt``. They join the group ``into`` (its number
-    among those that the hook was given); None: they are a group of their own, behind all others."""
+    among those that the hook was given); None: they are a group of their own, behind all others.
+    The first of them are ``given``, which nobody samples. With ``replaces`` as many of the last
+    judged ones of the group ``into`` leave as join."""
 
     prompt: Prompt
     num_responses: int
     into: int | None = None
+    given: Sequence[Completion] = ()
+    replaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,10 @@ class SamplingHook:
         """``turn``: 0, then one more for each time that it has asked."""
         raise NotImplementedError
 
+    def remember(self, found: Sequence[tuple[Prompt, Completion]]) -> None:
+        """The right responses that were sampled in the step, once it asks no more, in the form of
+        ``Ask.given``; only of a hook that is registered so."""
+
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return {}
@@ -175,7 +187,7 @@ Maker = TypeVar("Maker", bound=Callable[..., SamplingHook])
 
 
 def register_sampling_hook(
-    name: str, *, changes_temperature: bool = False
+    name: str, *, changes_temperature: bool = False, remembers: bool = False
 ) -> Callable[[Maker], Maker]:
     """A class derived from ``SamplingHook``, or ``f(*, knobs)`` that returns one; what its
     constructor takes by keyword are its knobs. A run names it, ``rollout_hooks.<name>={}``.
@@ -188,7 +200,7 @@ def register_sampling_hook(
         of_class = isinstance(make, type)
         function, positional = (make.__init__, ("self",)) if of_class else (make, ())
         schema = new_schema(ROLLOUT_HOOKS, name, function, positional)
-        ROLLOUT_HOOKS[name] = HookChoice(make, schema, True, changes_temperature)
+        ROLLOUT_HOOKS[name] = HookChoice(make, schema, True, changes_temperature, remembers)
         return make
 
     return register

@@ -45,6 +45,15 @@ class ResponseBatch:
     response_tokens: ResponseCounts
     columns: Columns = field(default_factory=dict)
 
+    def take(self, rows: ResponseFlags) -> ResponseBatch:
+        """Of these rows alone; a column of another shape stays."""
+        columns = {
+            name: values[rows] if values.shape[:1] == rows.shape else values
+            for name, values in self.columns.items()
+        }
+        fields = (self.rewards, self.correct, self.group_ids, self.response_tokens)
+        return ResponseBatch(*[values[rows] for values in fields], columns)
+
 
 def given(values: Tensor | None, batch: str, name: str) -> Tensor:
     """``values``. Raises ValueError where a batch lacks them."""

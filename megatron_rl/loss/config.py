@@ -129,6 +129,7 @@ class FiltersConfig(Piece):
 
     dynamic_sampling: DynamicSamplingConfig | None = None
     drop_all_correct: bool = False
+    one_demonstration: bool = False  # of a group, before anything is estimated
 
 
 class MethodConfig(Piece):

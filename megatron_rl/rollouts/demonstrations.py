@@ -2,7 +2,8 @@
 
 They take the first places of the prompt's group, and the engine samples the others. From there on
 they are responses like all: rewarded, packed and scored by the policy. How likely their tokens were
-where they come from is unknown, so their sampler logprobs mean nothing.
+where they come from is unknown, so their sampler logprobs mean nothing; those of a response that a
+sampling hook remembers are as it was sampled.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from megatron_rl.types import Completion, Prompt
+from megatron_rl.types import DEMONSTRATED, Completion, Prompt
 
 KEY = "given_responses"
-DEMONSTRATED = -2  # in place of the weights that sampled a response
 Encode = Callable[[str], Sequence[int]]
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
@@ -71,11 +71,14 @@ class Demonstrations:
     encode: Encode
 
     def get(self, prompt: Prompt, response: int) -> Completion | None:
-        """Response number ``response``; None: the engine is to sample it."""
+        """Response number ``response``; None: the engine is to sample it. One that a hook
+        remembers is whole."""
         given = prompt.extra.get(KEY) or ()
         if response >= len(given):
             return None
-        return demonstration(_token_ids(given[response], self.encode))
+        known = given[response]
+        is_whole = isinstance(known, Completion)
+        return known if is_whole else demonstration(_token_ids(known, self.encode))
 
 
 def demonstration(token_ids: Sequence[int]) -> Completion:
@@ -89,11 +92,15 @@ def without_demonstrations(prompt: Prompt) -> Prompt:
     return replace(prompt, extra=extra)
 
 
+def given(prompt: Prompt, responses: Sequence[Completion]) -> Prompt:
+    """The prompt with these responses, in the place of those that it brings along."""
+    return replace(prompt, extra={**prompt.extra, KEY: list(responses)})
+
+
 def only(prompt: Prompt, response: int) -> Prompt:
     """The prompt, for one response alone: with the demonstration of that number, if any."""
-    given = list(prompt.extra.get(KEY) or ())[response : response + 1]
-    bare = without_demonstrations(prompt)
-    return replace(bare, extra={**bare.extra, KEY: given}) if given else bare
+    known = list(prompt.extra.get(KEY) or ())[response : response + 1]
+    return given(prompt, known) if known else without_demonstrations(prompt)
 
 
 def _token_ids(response: Any, encode: Encode) -> Sequence[int]:

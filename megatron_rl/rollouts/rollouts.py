@@ -193,7 +193,9 @@ class Rollouts:
                 " prompts, raise method.filters.dynamic_sampling.max_tries or switch it off (null)"
             )
         # Before hooks of scored rollouts and credit: a group is trained with all of its responses.
-        again = resampling.run(self.run, step, sampling, responses, clock, sampled.refused)
+        again = resampling.run(
+            self.run, step, sampling, responses, clock, self.world.all_gather, sampled.refused
+        )
         share = self._excluded_share(step, again.responses, summary)
         judged = self.job.verdicts.judged(again.responses)
         if not len(judged):

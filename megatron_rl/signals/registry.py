@@ -73,8 +73,9 @@ class Signals:
     @property
     def score_outputs(self) -> Outputs:
         """Of the pass with the old policy."""
-        logged = [Output("entropy")] if self.log_entropy else []
-        return (*logged, *chain.from_iterable(signal.score_outputs for signal in self.members))
+        wanted = [Output("entropy")] if self.log_entropy else []
+        wanted += chain.from_iterable(signal.score_outputs for signal in self.members)
+        return tuple(dict.fromkeys(wanted))
 
     @property
     def update_outputs(self) -> Outputs:

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from megatron_rl.loss.per_token import kl
 from megatron_rl.loss.segments import lifted
+from megatron_rl.passes import Output
 from megatron_rl.signals.base import Columns, Signal, StepView
 from megatron_rl.signals.registry import register_signal
+
+ENTROPY = Output("entropy")
 
 
 def totals(values: Tensor, view: StepView) -> Tensor:
@@ -17,6 +20,11 @@ def totals(values: Tensor, view: StepView) -> Tensor:
     kept = torch.where(view.loss_mask, values, torch.zeros_like(values))
     sums = torch.zeros(batch.num_responses, dtype=values.dtype)
     return sums.index_add(0, batch.response_index, kept)
+
+
+def means(values: Tensor, view: StepView) -> Tensor:
+    """The same over their number; of a response without kept tokens 0 / 1."""
+    return totals(values, view) / totals(torch.ones_like(values), view).clamp(min=1)
 
 
 @register_signal
@@ -30,10 +38,23 @@ class ResponseLogprobs(Signal):
     def after_rollout(self, view: StepView) -> Columns:
         assert view.experience.old is not None
         old = lifted(view.experience.old.logprobs)
-        sums = totals(old, view)
-        # Of a response without kept tokens the mean is 0 / 1.
-        num_tokens = totals(torch.ones_like(old), view).clamp(min=1)
-        return view.of_all_rows({"sum_logprobs": sums, "mean_logprobs": sums / num_tokens})
+        found = {"sum_logprobs": totals(old, view), "mean_logprobs": means(old, view)}
+        return view.of_all_rows(found)
+
+
+@register_signal
+class MeanEntropy(Signal):
+    """``mean_entropy`` of the old policy over the tokens of a response, in nats."""
+
+    about = "the old policy's entropies before the credit"
+    columns = ("mean_entropy",)
+    scores = ("old",)
+    score_outputs = (ENTROPY,)
+
+    def after_rollout(self, view: StepView) -> Columns:
+        assert view.experience.old is not None
+        entropy = lifted(view.experience.old.columns[ENTROPY.name])
+        return view.of_all_rows({"mean_entropy": means(entropy, view)})
 
 
 @register_signal

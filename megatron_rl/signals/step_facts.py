@@ -37,10 +37,10 @@ class GroupAccuracy(Signal):
 
 @register_signal
 class IsDemonstration(Signal):
-    """``is_demonstration``: the response came with its prompt; what is sampled beside them, and
-    how, is the rollout's (``rollouts/demonstrations.py``)."""
+    """``is_demonstration``: the response came with its prompt, or a hook remembers it; what is
+    sampled beside them, and how, is the rollout's (``rollouts/demonstrations.py``)."""
 
-    about = "responses that prompts carry, in `extra.given_responses`"
+    about = "responses that prompts carry, in `extra.given_responses`, or that hooks remember"
     columns = ("is_demonstration",)
 
     def after_rollout(self, view: StepView) -> Columns:

@@ -35,7 +35,7 @@ from megatron_rl.rollouts.build import (
     build_colocated,
     build_served,
 )
-from megatron_rl.rollouts.demonstrations import Demonstrations, check_demonstrations, encoder
+from megatron_rl.rollouts.demonstrations import KEY, Demonstrations, check_demonstrations, encoder
 from megatron_rl.rollouts.environments.turns import needs_reward, turns_of_run
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
 from megatron_rl.rollouts.post_rollout import PostRollout
@@ -170,14 +170,27 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
 def build_demonstrations(
     config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
 ) -> Demonstrations | None:
-    """Collective. The responses that prompts bring along; None where the method reads none. Raises
-    ValueError where they are none, see ``check_demonstrations``."""
+    """Collective. The responses that prompts bring along, or that hooks remember; None where the
+    method reads none.
+
+    Raises:
+        ValueError: they are none, see ``check_demonstrations``, or hooks remember responses for a
+            method that does not read which these are.
+    """
+    hooks = [name for name in config.rollout_hooks if ROLLOUT_HOOKS[name].remembers]
     if "is_demonstration" not in method.reads:
+        if hooks:
+            raise ValueError(
+                f"rollout_hooks.{hooks[0]}: gives responses of earlier steps, which method ="
+                f" {method.name} does not tell from sampled ones; choose one that does"
+                " (method=ar3po, method=exgrpo)"
+            )
         return None
     plain = partial(tokenizer.encode, add_special_tokens=False)
     encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
     limits = (config.batch.responses_per_prompt, config.rollout.max_response_tokens)
-    world.from_main(lambda: check_demonstrations(data.train_prompts, encode, *limits))
+    if not hooks or any(KEY in prompt.extra for prompt in data.train_prompts):
+        world.from_main(lambda: check_demonstrations(data.train_prompts, encode, *limits))
     return Demonstrations(encode)
 
 

@@ -3,6 +3,7 @@ goes on with a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,18 @@ SETTINGS = (
 )
 
 
-def train(folder: Path, name: str, num_steps: int) -> list[dict]:
-    words = overrides(folder, folder / name, *SETTINGS, f"trainer.num_steps={num_steps}")
+# Of the hooks that remember responses: settings, and what says that some were given.
+REPLAYS = {
+    "ar3po": ("batch.responses_per_prompt=2", "rollout_hooks.ar3po.stages=2"),
+    "exgrpo": ("batch.responses_per_prompt=4", "rollout_hooks.exgrpo.start=0.0"),
+}
+GIVEN = {"ar3po": "reused_responses", "exgrpo": "replayed_groups"}
+
+
+def train(
+    folder: Path, name: str, num_steps: int, settings: Sequence[str] = SETTINGS
+) -> list[dict]:
+    words = overrides(folder, folder / name, *settings, f"trainer.num_steps={num_steps}")
     launch("megatron_rl.train", 2, words, timeout=400)
     return untimed_rows(folder / name)
 
@@ -43,3 +54,14 @@ def test_steps_are_trained_and_hooks_go_on_with_a_checkpoint(folder: Path) -> No
     assert all("hook/erpo/residual_groups" in row for row in whole)
     train(folder, "parts", 2)
     assert train(folder, "parts", 4) == whole
+
+
+@pytest.mark.parametrize("method", REPLAYS)
+def test_responses_of_earlier_steps_are_trained_again(folder: Path, method: str) -> None:
+    plain = (*SETTINGS[4:6], *SETTINGS[-2:], "reward.timeout_s=60")
+    settings = (f"method={method}", *plain, *REPLAYS[method])
+    whole = train(folder, method, 6, settings)
+    assert sum(row[f"hook/{method}/{GIVEN[method]}"] for row in whole) > 0
+    assert all(row["mismatch/logprob_abs_diff_max"] < 1e-3 for row in whole)
+    train(folder, f"{method}_parts", 3, settings)
+    assert train(folder, f"{method}_parts", 6, settings) == whole

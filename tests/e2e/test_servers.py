@@ -67,10 +67,8 @@ HOOKS = [
 ]
 FILTERED = "method.filters.dynamic_sampling.max_tries=8"
 IN_PARTS = "source.partial.groups_in_flight=14"
-ANNEALED = [
-    f"rollout.anneal.{key}"
-    for key in ("start=1.6", "decay_tokens=8", "plain_tokens=1", "policy=annealed")
-]
+ANNEALED = ["rollout.anneal.start=1.6", "rollout.anneal.decay_tokens=8"]
+ANNEALED += ["rollout.anneal.plain_tokens=1", "rollout.anneal.policy=annealed"]
 TRUNCATED = ("rollout.top_k=8", "rollout.top_p=0.9")
 PAIRS = {
     "dynamic_sampling_partial": (IN_PARTS, FILTERED),
@@ -78,6 +76,7 @@ PAIRS = {
     "hooks_dynamic_sampling": (FILTERED, "rollout_hooks.erpo.increase=0.2"),
     "demonstrations_partial": (IN_PARTS, "method=rl_plus"),
     "demonstrations_hooks": ("method=rl_plus", "rollout_hooks.vcrl.kappa=0.2"),
+    "remembered": ("method=ar3po", "rollout_hooks.ar3po.stages=2", "batch.responses_per_prompt=2"),
     "annealing": ANNEALED,
     "truncation": TRUNCATED,
 }

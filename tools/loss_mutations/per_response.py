@@ -70,6 +70,22 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("groups.sum(correct) < groups.count)", "groups.sum(correct) > 0)"),
         ("groups.sum(correct) < groups.count)", "groups.sum(correct) <= groups.count)"),
     ],
+    ("filters", "one_demonstration"): [
+        ("~is_demonstration, torch.inf)", "~is_demonstration, -torch.inf)"),
+        ("torch.inf).argsort(stable=True)", "torch.inf).argsort(descending=True)"),
+        ("groups.count.cumsum(0) - groups.count", "groups.count.cumsum(0) - 1"),
+        ("keep = ~is_demonstration", "keep = is_demonstration"),
+    ],
+    ("credit", "rows"): [
+        ("if not rows.all():", "if rows.all():"),
+        (".masked_scatter(rows, values)", ".masked_scatter(~rows, values)"),
+        ("rewards.masked_scatter(rows, part.rewards)", "part.rewards"),
+    ],
+    ("shaping", "given_scale"): [
+        ("torch.where(is_demonstration, scale", "torch.where(~is_demonstration, scale"),
+        ("scale * advantages, advantages)", "scale + 0 * advantages, advantages)"),
+        ("scale: NonNegativeFloat = 0.0", "scale: NonNegativeFloat = 1.0"),
+    ],
     ("method", "wants_group"): [
         ("0 < sum(correct) < len(correct)", "0 < sum(correct)"),
         ("0 < sum(correct) < len(correct)", "sum(correct) < len(correct)"),

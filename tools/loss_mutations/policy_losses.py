@@ -187,6 +187,16 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ),
         ("(given, learned, -ratio", "(~given, learned, -ratio"),
     ],
+    ("demonstrations", "exgrpo"): [
+        ("log_ratio + gap - math.log(beta)", "log_ratio - math.log(beta)"),
+        ("log_ratio + gap - math.log(beta)", "log_ratio - gap - math.log(beta)"),
+        ("gap - math.log(beta)", "gap + math.log(beta)"),
+        ("torch.where(given, shaped, ratio", "torch.where(~given, shaped, ratio"),
+        (
+            "shaped, ratio_of(log_ratio)) * advantages",
+            "shaped, ratio_of(log_ratio).clamp(0.8, 1.2)) * advantages",
+        ),
+    ],
     ("demonstrations", "cross_entropy"): [
         ("response_index], -logprobs, torch", "response_index], logprobs, torch"),
         ("response_index], -logprobs, torch", "response_index], -logprobs.exp(), torch"),

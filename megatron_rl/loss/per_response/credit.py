@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.loss.batch import Credit, Reading, ResponseBatch
+from megatron_rl.loss.batch import Credit, Reading, ResponseBatch, given
 from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS
 from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_response.advantages import ONE, zscore
 from megatron_rl.loss.per_response.evidence import Evidence
-from megatron_rl.loss.per_response.filters import Curiosity, not_all_correct
+from megatron_rl.loss.per_response.filters import Curiosity, not_all_correct, one_demonstration
 from megatron_rl.loss.segments import Segments, lifted, segments_of, where_correct
 
 
@@ -34,6 +34,9 @@ def response_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:
     if config.reward_shaping.curiosity is not None:
         for column in Curiosity.reads:
             yield column, Reading("reward_shaping.curiosity", {})
+    if config.filters.one_demonstration:
+        for column in ("is_demonstration", "mean_entropy"):
+            yield column, Reading("filters.one_demonstration", {})
 
 
 def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
@@ -44,6 +47,14 @@ def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
     """
     rewards = lifted(batch.rewards)
     groups = segments_of(batch.group_ids)
+    if config.filters.one_demonstration:
+        columns = [
+            given(batch.columns.get(name), "ResponseBatch", name)
+            for name in ("is_demonstration", "mean_entropy")
+        ]
+        rows = one_demonstration(*columns, groups)
+        if not rows.all():
+            return _of_rows(rows, rewards, credit(batch.take(rows), config))
     check(rewards, groups, config)
     evidence = Evidence(
         batch=batch,
@@ -76,6 +87,18 @@ def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
     if bonus is not None:
         of_batch["credit/curiosity_bonus_mean"] = bonus.mean()
     return Credit(advantages, kl_weights, keep, of_batch, evidence.rewards)
+
+
+def _of_rows(rows: Tensor, rewards: Tensor, part: Credit) -> Credit:
+    """``part``, the credit of some rows, as that of all: the others have none and leave."""
+
+    def placed(values: Tensor) -> Tensor:
+        return torch.zeros_like(rows, dtype=values.dtype).masked_scatter(rows, values)
+
+    assert part.rewards is not None
+    seen = rewards.masked_scatter(rows, part.rewards)
+    columns = [placed(each) for each in (part.advantages, part.kl_weights, part.keep)]
+    return Credit(*columns, part.metrics, seen)
 
 
 def _bonus(evidence: Evidence, curiosity: Curiosity | None) -> Tensor | None:

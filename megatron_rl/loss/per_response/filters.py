@@ -18,6 +18,21 @@ def not_all_correct(correct: ResponseFlags, groups: Segments) -> ResponseFlags:
     return groups.broadcast(groups.sum(correct) < groups.count)
 
 
+def one_demonstration(
+    is_demonstration: ResponseFlags, mean_entropy: PerResponse, groups: Segments
+) -> ResponseFlags:
+    """False for the demonstrations of a group but that of the lowest mean entropy, the first of
+    equal ones.
+
+    Source: ExGRPO (arXiv 2510.02245), which of the remembered responses is trained on.
+    """
+    sampled_last = mean_entropy.masked_fill(~is_demonstration, torch.inf).argsort(stable=True)
+    order = sampled_last[groups.index[sampled_last].argsort(stable=True)]  # group after group
+    keep = ~is_demonstration
+    keep[order[groups.count.cumsum(0) - groups.count]] = True
+    return keep
+
+
 class Overlong(Piece):
     """Soft penalty for responses of L tokens close to the limit Lmax (``max_tokens``; null = the
     response limit of the trainer), with a buffer of ``buffer_share`` Lmax.

@@ -136,6 +136,19 @@ def confidence_gap(
     return torch.where(share > 0, advantages + gap, advantages)
 
 
+@shaper
+def given_scale(
+    advantages: PerResponse, is_demonstration: ResponseFlags, *, scale: NonNegativeFloat = 0.0
+) -> PerResponse:
+    """scale A at demonstrations, A elsewhere: at 0 they make the mean and the spread of their
+    group, and have no gradient of their own.
+
+    Source: AR3PO (arXiv 2509.25808), reuse without a gradient (0) and by the ratio to the policy
+    before the step (1).
+    """
+    return torch.where(is_demonstration, scale * advantages, advantages)
+
+
 def _inside(share: Tensor) -> Tensor:
     return (share > 0) & (share < 1)
 

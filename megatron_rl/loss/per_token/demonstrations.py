@@ -6,10 +6,11 @@ is a response that came with its prompt.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megatron_rl.loss.choices import policy_loss
 from megatron_rl.loss.per_token.policy_losses import MAX_LOG_RATIO, ratio_of
@@ -94,6 +95,27 @@ def rl_plus(
     unlikely = (1 - probability.detach()).clamp(min=0) ** gamma  # a logprob may round above 0
     learned = -weight * advantages * unlikely
     return torch.where(given, learned, -ratio_of(log_ratio) * advantages)
+
+
+@policy_loss()
+def exgrpo(
+    log_ratio: PerToken,
+    gap: PerToken,
+    advantages: PerToken,
+    is_demonstration: ResponseFlags,
+    response_index: TokenIndex,
+    *,
+    beta: PositiveFloat = 0.1,
+) -> PerToken:
+    """-A w / (w + beta) at tokens of demonstrations, w = pi / pi_past to the policy that sampled
+    them; -rho A at the others, without a clip.
+
+    Source: ExGRPO (arXiv 2510.02245), its released code.
+    """
+    given = is_demonstration[response_index]
+    # w / (w + beta) is the sigmoid of log w - log beta, which is finite for any w.
+    shaped = torch.sigmoid(log_ratio + gap - math.log(beta))
+    return -torch.where(given, shaped, ratio_of(log_ratio)) * advantages
 
 
 @policy_loss()

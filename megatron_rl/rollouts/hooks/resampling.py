@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
 from megatron_rl.rollouts.rows.experience import ROW_ARRAYS, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
-from megatron_rl.types import Prompt, Sampling, Score
+from megatron_rl.types import DEMONSTRATED, Completion, Prompt, Sampling, Score
 
 # Of one hook in one step: more is a hook that does not come to an end.
 _MOST_ROUNDS = 64
@@ -24,6 +25,7 @@ _MOST_ROUNDS = 64
 
 # Collective: answers prompts in the middle of a step, see ``Rollouts.run``.
 Responder = Callable[[Sequence[Prompt], Sampling, str, Clock], Responses]
+Gather = Callable[[Any], list[Any]]  # collective: what every rank has
 
 
 class Resampled(NamedTuple):
@@ -42,8 +44,13 @@ class Resampling:
     prompts: Sequence[Prompt]
 
     def as_they_are(self) -> Resampling:
-        """With what the hooks remember now, whatever they learn later."""
-        return replace(self, hooks={name: deepcopy(hook) for name, hook in self.hooks.items()})
+        """With what the temperatures of hooks depend on now, whatever they learn later."""
+        warming = {
+            name: deepcopy(hook)
+            for name, hook in self.hooks.items()
+            if type(hook).temperature is not SamplingHook.temperature
+        }
+        return replace(self, hooks=warming)
 
     def sampling_of(self, prompt: Prompt, plain: Sampling) -> Sampling:
         """How a prompt is sampled in the first place; ``plain``: without hooks."""
@@ -59,6 +66,7 @@ class Resampling:
         sampling: Sampling,
         responses: Responses,
         clock: Clock,
+        gather: Gather,
         refused: Sequence[ScoredGroup] = (),
     ) -> Resampled:
         """Collective. ``sampling``: of the step, without what hooks change for single prompts; what
@@ -90,6 +98,7 @@ class Resampling:
                 # The hook has spoken of the groups that it saw; those that were asked for stay.
                 keep[:num_groups] = True if wanted.keep is None else wanted.keep
                 rows = keep[responses.group_ids]
+                rows[_replaced(responses, wanted.asks)] = False
                 num_before = responses.num_sampled_tokens
                 responses = responses.take(np.flatnonzero(rows))
                 dropped_tokens += num_before - responses.num_sampled_tokens
@@ -99,6 +108,8 @@ class Resampling:
                     break
             else:
                 raise ValueError(f"rollout hook {name}: asked {_MOST_ROUNDS} times in step {step}")
+            if type(hook).remember is not SamplingHook.remember:
+                hook.remember(right_responses(responses, gather))
         return Resampled(responses, metrics, dropped_tokens)
 
     def state(self) -> dict[str, Any]:
@@ -129,7 +140,7 @@ def _singles(
 ) -> tuple[list[Prompt], Int[np.ndarray, " responses"]]:
     """Each response is sampled alone, under a uid of its own, so that all of them are one
     generation; with the group that it joins. ``num_groups``: that are there. A group of its own has
-    the demonstrations of its prompt; one that grows has them already."""
+    the demonstrations of its prompt, unless some are given; one that grows has them already."""
     singles: list[Prompt] = []
     groups: list[int] = []
     next_group = num_groups
@@ -137,11 +148,41 @@ def _singles(
         group = next_group if ask.into is None else ask.into
         next_group += ask.into is None
         for number in range(ask.num_responses):
-            bare = demonstrations.without_demonstrations(ask.prompt)
-            prompt = demonstrations.only(ask.prompt, number) if ask.into is None else bare
+            prompt = demonstrations.without_demonstrations(ask.prompt)
+            if number < len(ask.given):
+                prompt = demonstrations.given(prompt, ask.given[number : number + 1])
+            elif ask.into is None and not ask.given:
+                prompt = demonstrations.only(ask.prompt, number)
             singles.append(replace(prompt, uid=f"{prompt.uid}/{len(singles)}"))
             groups.append(group)
     return singles, np.array(groups)
+
+
+def _replaced(responses: Responses, asks: Sequence[Ask]) -> list[int]:
+    """The rows that leave for those that ``asks`` have brought, which are the last of their
+    groups."""
+    rows: list[int] = []
+    for ask in asks:
+        if ask.replaces:
+            before = np.flatnonzero(responses.group_ids == ask.into)[: -ask.num_responses]
+            judged = [row for row in before.tolist() if responses.scores[row].problem is None]
+            rows += judged[-ask.num_responses :]
+    return rows
+
+
+def right_responses(responses: Responses, gather: Gather) -> list[tuple[Prompt, Completion]]:
+    """Collective: the rows that were sampled and are right, in their order, as demonstrations, each
+    with the logprobs and the kept tokens of its sampler."""
+    tokens = responses.tokens
+    names = [name for name in ("token_ids", "sampler_logprobs", "kept") if name in tokens.columns]
+    mine = {}
+    for row, *columns in zip(tokens.rows.tolist(), *map(tokens.views, names), strict=True):
+        if responses.scores[row].correct and not responses.is_demonstration[row]:
+            ids, logprobs, *kept = [array(each.dtype.char, each.tobytes()) for each in columns]
+            places = kept[0] if kept else None
+            mine[row] = Completion(ids, logprobs, False, DEMONSTRATED, kept=places)
+    found = {row: one for of_rank in gather(mine) for row, one in of_rank.items()}
+    return [(responses.prompts[row], found[row]) for row in sorted(found)]
 
 
 def scored_groups(responses: Responses) -> list[ScoredGroup]:

@@ -74,6 +74,8 @@ def response_columns(rows: list[Row], dtype: torch.dtype) -> dict[str, torch.Ten
         "visits": torch.tensor([row.visits for row in rows]),
         "history_mean": column([row.history_mean for row in rows], torch.float64),
         "history_var": column([0.2 for row in rows], torch.float64),
+        "is_demonstration": torch.tensor([row.given for row in rows]),
+        "mean_entropy": column([row.mean_entropy for row in rows]),
     }
 
 

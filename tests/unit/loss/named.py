@@ -78,6 +78,10 @@ NAMED = {
     "rl_plus": Choice(
         "centered", low=1, high=math.inf, aggregate="norm", entropy=1e-3, token="rl_plus"
     ),
+    "exgrpo": Choice(
+        "centered", low=1, high=math.inf, aggregate="norm", entropy=1e-3, token="exgrpo"
+    ),
+    "ar3po": Choice(shaping=("given",), aggregate="token"),
     "sft": Choice(
         "signed", aggregate="token", token="sft", knobs={"positive": 1.0, "negative": 0.0}
     ),

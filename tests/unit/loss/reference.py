@@ -43,6 +43,10 @@ class Row:
         return self.length % 2 == 0
 
     @property
+    def mean_entropy(self) -> float:
+        return 1 + self.mean_logprob
+
+    @property
     def was_cut(self) -> bool:
         return self.length > 3
 
@@ -60,6 +64,10 @@ EPS = 1e-6
 
 
 def advantages(rows: list[Row], choice: Choice) -> list[float]:
+    if any(leaves(row, rows, choice) for row in rows):
+        stay = [row for row in rows if not leaves(row, rows, choice)]
+        values = iter(advantages(stay, choice))
+        return [0.0 if leaves(row, rows, choice) else next(values) for row in rows]
     if "weight" in choice.knobs:
         rows = [replace(row, reward=row.reward + curiosity(row, choice)) for row in rows]
     result = [estimate(row, rows, choice) for row in rows]
@@ -69,6 +77,14 @@ def advantages(rows: list[Row], choice: Choice) -> list[float]:
             shaped(name, value, row, rows, choice) for value, row in zip(result, rows, strict=True)
         ]
     return result
+
+
+def leaves(row: Row, rows: list[Row], choice: Choice) -> bool:
+    """All given responses of a group but the surest."""
+    given = [other for other in rows if other.group == row.group and other.given]
+    if choice.token != "exgrpo" or not row.given:
+        return False
+    return row is not min(given, key=lambda other: other.mean_entropy)
 
 
 def gap(_: str, advantage: float, row: Row, rows: list[Row], __: Choice) -> float:
@@ -240,6 +256,8 @@ def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choic
         return choice.knobs["scale"] if advantage > 0 else 1.0
     if name == "ass":
         return min(1.0, omega) if advantage > 0 else 1.0
+    if name == "given":
+        return 0.0 if row.given else 1.0
     if name == "focal":
         return math.sqrt(1 - p)
     if name == "stcr":
@@ -256,10 +274,12 @@ def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choic
 
 def is_kept(row: Row, rows: list[Row], choice: Choice) -> bool:
     group = [other.correct for other in rows if other.group == row.group]
-    return not (choice.drops_all_correct and all(group))
+    return not (choice.drops_all_correct and all(group)) and not leaves(row, rows, choice)
 
 
 def kl_weight(row: Row, rows: list[Row], choice: Choice) -> float:
+    if leaves(row, rows, choice):
+        return 0.0
     wrong = average([float(not other.correct) for other in rows if other.group == row.group])
     return 1 - math.exp(math.e * (wrong - 1)) if choice.dads and row.correct and wrong else 1.0
 
@@ -316,7 +336,8 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
             if choice.token == "sft":
                 value = -new if row.given else 0.0
             if row.given and choice.token in token_reference.GIVEN:
-                value = token_reference.of_given(choice.token, advantage, new, past, frozen)
+                away = tokens.sampler[at][place] if choice.token == "exgrpo" else past
+                value = token_reference.of_given(choice.token, advantage, new, away, frozen)
             if choice.token == "papo":
                 value += token_reference.perception(new, tokens.masked[at][place])
             drift = frozen - new

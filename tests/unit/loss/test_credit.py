@@ -46,6 +46,33 @@ def test_accuracy_comes_from_correct_not_from_the_reward() -> None:
     same(found.advantages, 0.353553, -0.353553, 0, 0)
 
 
+def test_of_the_given_responses_of_a_group_one_is_estimated() -> None:
+    """The second is the surest; without the first the group's mean is 1/2, not 2/3, and the mean of
+    all rewards 1/2, not 3/5. The leaving one keeps its reward."""
+    data = batch(
+        rewards=vector(1, 1, 0, 1, 0),
+        correct=flags(1, 1, 0, 1, 0),
+        group_ids=torch.tensor([0, 0, 0, 1, 1]),
+        response_tokens=torch.tensor([2, 3, 4, 5, 6]),
+        is_demonstration=flags(1, 1, 0, 0, 0),
+        mean_entropy=vector(2, 1, 0, 0, 0),
+        progress=torch.tensor(0.5),
+    )
+    found = credit(data, plan(filters={"one_demonstration": True}))
+    same(found.advantages, 0, 0.5, -0.5, 0.5, -0.5)
+    same(found.kl_weights, 0, 1, 1, 1, 1)
+    assert found.keep.tolist() == [False, True, True, True, True]
+    same(found.metrics["credit/omega"][None], 0.5)
+    assert found.rewards is not None
+    same(found.rewards, 1, 1, 0, 1, 0)
+    none = {**data.columns, "is_demonstration": flags(*[0] * 5)}
+    sampled = dataclasses.replace(data, columns=none)
+    same(credit(sampled, plan(filters={"one_demonstration": True})).advantages[:3], *THIRDS)
+
+
+THIRDS = (1 / 3, 1 / 3, -2 / 3)
+
+
 def test_omega_is_the_mean_reward_of_the_batch() -> None:
     """0.5625 over alpha 0.75: positive advantages times 0.75. Outside [0, 1] it stops there."""
     data = batch(rewards=vector(1, 0.5, 0.5, 0.25))

@@ -111,6 +111,23 @@ def test_rl_plus_by_hand() -> None:
     same(sure, 0)
 
 
+def test_exgrpo_by_hand() -> None:
+    """pi 0.2, pi_old 0.4, pi_past 0.5: w = 0.4 and w / (w + 0.1) = 0.8, times 2; its slope in log
+    pi is -2 * 0.4 * 0.1 / 0.5^2 = -0.32. A sampled token of ratio 1/2 is not clipped. Where pi_past
+    was 0 the factor is 1, and nothing is infinite."""
+    logprobs = vector(0.2, 0.2).log().requires_grad_()
+    log_ratio = logprobs - vector(0.4, 0.4).log()
+    gap = vector(0.8, 0.8).log()
+    found = losses.exgrpo(log_ratio, gap, vector(2, 2), flags(1, 0), EACH[:2])
+    same(found.detach(), -1.6, -1)
+    found.sum().backward()
+    assert logprobs.grad is not None
+    same(logprobs.grad, -0.32, -1)
+    even = losses.exgrpo(log_ratio, gap, vector(2, 2), flags(1, 0), EACH[:2], beta=0.4)
+    same(even.detach(), -1, -1)
+    same(losses.exgrpo(vector(0), vector(2000), vector(-3), flags(1), EACH[:1]), 3)
+
+
 def test_cross_entropy_by_hand() -> None:
     """-log pi and slope -1 at the given token, nothing at the sampled one, NaN though it be."""
     logprobs = vector(math.log(0.25), torch.nan).requires_grad_()

@@ -15,6 +15,16 @@ def test_not_all_correct() -> None:
     assert kept == [True, True, False, False, True, True]
 
 
+def test_one_demonstration_by_hand() -> None:
+    """The surer of two, the sampled ones whatever their entropy, the first of two that are alike;
+    groups that lie among each other."""
+    groups = segments_of(torch.tensor([0, 2, 0, 1, 2, 0, 1, 2]))
+    given = flags(1, 1, 1, 0, 1, 0, 0, 1)
+    entropy = vector(2, 3, 1, 0, 1, 0.5, 9, 1)
+    kept = filters.one_demonstration(given, entropy, groups)
+    assert kept.tolist() == [False, False, True, True, True, True, True, False]
+
+
 def test_overlong_penalty_by_hand() -> None:
     """Lmax 10, buffer 4: nothing up to 6, -1/4 a token from there, -1 at 10 and above."""
     lengths = torch.tensor([1, 6, 7, 9, 10, 500])

@@ -228,7 +228,7 @@ def test_ratios_beyond_floats_leave_the_gradient_finite(name: str) -> None:
 
 
 SMOOTH = ["rl_zvp", "entropy_advantage", "archer", "dcpo", "pacs", "dph_forward_kl", "dph_js"]
-SMOOTH += ["papo", "sft"]
+SMOOTH += ["papo", "sft", "exgrpo", "ar3po"]
 
 
 @pytest.mark.parametrize("name", [*SMOOTH, "dph_alpha"])

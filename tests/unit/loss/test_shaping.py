@@ -97,6 +97,16 @@ def test_focal_by_hand() -> None:
     same(shaping.focal(advantages, accuracy, gamma=2.0), 0.0625, -0.125, 0, 4)
 
 
+def test_given_scale_by_hand() -> None:
+    """Of the first and the third response, which were given."""
+    found = [
+        shaping.given_scale(vector(1, -2, -3), flags(1, 0, 1), **knobs)
+        for knobs in ({}, {"scale": 0.5})
+    ]
+    same(found[0], 0, -2, 0)
+    same(found[1], 0.5, -2, -1.5)
+
+
 def test_confidence_gap_by_hand() -> None:
     """0.3 times 0.5 - 0.25 and 0.5 - 0.75 where a response is correct, be they all; nothing where p
     is 0."""

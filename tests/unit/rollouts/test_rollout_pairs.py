@@ -15,13 +15,18 @@ import pytest
 
 from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.hooks.replay import Ar3po, Exgrpo
 from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
 from megatron_rl.rollouts.backends.servers import ServerBackend
-from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations
+from megatron_rl.rollouts.demonstrations import (
+    DEMONSTRATED,
+    Demonstrations,
+    without_demonstrations,
+)
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.post_rollout import PostRollout
@@ -53,6 +58,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
         "erpo": Erpo(increase=0.5, highest=2.0),
         "vcrl": Vcrl(kappa=0.1),
     },
+    "replay": lambda: {"ar3po": Ar3po(stages=1), "exgrpo": Exgrpo(start=0.0)},
 }
 
 
@@ -85,13 +91,15 @@ class Setting:
 
     def job(self) -> GenerationJob:
         hooks = HOOKS[self.hooks]()
+        bare = self.hooks == "replay"
+        prompts = [without_demonstrations(each) for each in PROMPTS] if bare else PROMPTS
         return training_job(
-            PromptLoader(PROMPTS, seed=1, shuffle=True),
+            PromptLoader(prompts, seed=1, shuffle=True),
             SAMPLING,
             seed=4,
             rules=self.rules,
             method=load_method("dapo" if self.rules.is_filtered else "grpo"),
-            hooks=Resampling(hooks, PROMPTS),
+            hooks=Resampling(hooks, prompts),
             demonstrations=Demonstrations(lambda text: [7]) if self.has_demonstrations else None,
             response_limit=(lambda step: 10 * min(step, 4)) if self.has_stages else None,
         )
@@ -232,6 +240,8 @@ SETTINGS = {
     "demonstrations": Setting(WHOLE, has_demonstrations=True),
     "demonstrations, partial": Setting(PARTIAL, has_demonstrations=True),
     "demonstrations, hooks": Setting(WHOLE, "hooks", has_demonstrations=True),
+    "replay": Setting(WHOLE, "replay", has_demonstrations=True),
+    "replay, partial": Setting(PARTIAL, "replay", has_demonstrations=True),
     "all at once": Setting(FILTERED_PARTIAL, "hooks", True, True),
 }
 
@@ -265,7 +275,7 @@ def check(setting: Setting, found: list[dict[str, Any]], steps: list[list[dict[s
     sizes = {sum(row["group"] == group for row in step) for step in steps for group in range(3)}
     if setting.hooks == "hooks":
         assert max(sizes) > 3, "groups have grown"
-    else:
+    elif setting.hooks == "none":
         assert sizes == {3}
     if setting.rules.is_filtered:
         assert sum(step[0]["refused"] for step in steps) > 0
@@ -274,7 +284,8 @@ def check(setting: Setting, found: list[dict[str, Any]], steps: list[list[dict[s
         assert any(0 <= version < number for version, number in versions), "none continued"
     demonstrations = [row for row in found if row["version"] == DEMONSTRATED]
     assert bool(demonstrations) == setting.has_demonstrations
-    assert all(row["ids"] == [1, 2, 3] for row in demonstrations)
+    known = [row["ids"] for row in found if row["version"] >= 0 and row["correct"]]
+    assert all(row["ids"] in [[1, 2, 3], *known] for row in demonstrations)
     if setting.has_stages:
         for number, step in enumerate(steps, start=1):
             assert max(len(row["ids"]) for row in step) <= 10 * min(number, 4)

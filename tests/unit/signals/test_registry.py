@@ -144,10 +144,11 @@ def test_statistics_of_old_logprobs_by_hand(build):
     old[:3] = torch.tensor([-1.0, -3.0, torch.nan])
     sampled = torch.ones(96, dtype=torch.bool)
     sampled[2] = False
-    scores = {"old": TokenScores(old), "ref": TokenScores(old - 0.5)}
+    scores = {"old": TokenScores(old, {"entropy": -old}), "ref": TokenScores(old - 0.5)}
     view = learner.view(replace(experience, **scores))
     view = replace(view, tokens={**view.tokens, "sampled": sampled.numpy()})
     chosen = ["kl.placement=reward", "kl.estimator=k2", "shaping.confidence_gap.tail=0.5"]
+    chosen += ["filters.one_demonstration=true"]
     signals = signals_of(load_method("durian_reasoning", chosen))
     signals = replace(
         signals,
@@ -156,6 +157,8 @@ def test_statistics_of_old_logprobs_by_hand(build):
     of_tokens, columns = signals.after_rollout(view)
     assert of_tokens == {}
     assert columns["mean_logprobs"].tolist() == [-2] * 32
+    assert columns["mean_entropy"].tolist() == [2] * 32
+    assert not columns["is_demonstration"].any()
     assert columns["sum_logprobs"].tolist() == [-4] + [-6] * 31
     assert columns["kl"].tolist() == [0.25] + [0.375] * 31
     expected = torch.tensor([-3.0] + [-2.0] * 31).exp()

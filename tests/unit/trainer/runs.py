@@ -14,6 +14,7 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines, Colocation, LaunchSampler
 from megatron_rl.rollouts.demonstrations import Demonstrations
+from megatron_rl.rollouts.hooks.resampling import resampling_of
 from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.sampling import rollout_sampling
@@ -94,6 +95,7 @@ def build_bandit(
         prompts_per_step=4,
         method=chosen,
         demonstrations=demonstrations,
+        hooks=resampling_of(config.rollout_hooks, train),
         response_limit=config.rollout.response_limit,
         max_excluded_share=config.reward.max_excluded_share,
     )
