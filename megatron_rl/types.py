@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -225,6 +225,7 @@ class Score:
     environment: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
 class Sequences:
     """The lengths of N prompt+response sequences, which every rank knows.
 
@@ -233,16 +234,9 @@ class Sequences:
     one prompt and one to another are ``[0, 0, 1]``.
     """
 
-    if TYPE_CHECKING:  # fields of the classes below
-
-        @property
-        def prompt_lengths(self) -> Tensor: ...
-
-        @property
-        def response_lengths(self) -> Tensor: ...
-
-        @property
-        def prompt_index(self) -> Tensor | None: ...
+    prompt_lengths: Int[Tensor, " responses"]
+    response_lengths: Int[Tensor, " responses"]
+    prompt_index: Int[Tensor, " responses"] | None = None
 
     @property
     def num_responses(self) -> int:
@@ -254,19 +248,7 @@ class Sequences:
         return self.prompt_lengths + self.response_lengths
 
 
-@dataclass(frozen=True)
-class SequenceLengths(Sequences):
-    """Sequences whose tokens lie elsewhere.
-
-    Example: ``SequenceLengths(tensor([2, 1]), tensor([1, 2]))``.
-    """
-
-    prompt_lengths: Int[Tensor, " responses"]
-    response_lengths: Int[Tensor, " responses"]
-    prompt_index: Int[Tensor, " responses"] | None = None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SequenceBatch(Sequences):
     """N prompt+response sequences, ragged and flat.
 
@@ -286,9 +268,6 @@ class SequenceBatch(Sequences):
     """
 
     token_ids: Int[Tensor, " all_tokens"]
-    prompt_lengths: Int[Tensor, " responses"]
-    response_lengths: Int[Tensor, " responses"]
-    prompt_index: Int[Tensor, " responses"] | None = None
     images: tuple[tuple[Image, ...], ...] | None = None
     temperatures: Float[Tensor, " tokens"] | None = None
     kept: Int[Tensor, "tokens num_kept"] | None = None

@@ -23,7 +23,7 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.rows.experience import Experience, Responses
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
-from megatron_rl.types import SequenceBatch, SequenceLengths
+from megatron_rl.types import SequenceBatch, Sequences
 from tests import zoo
 from tests.numerics.policy_reference import ENTROPY, NUM_ROWS, make_batch
 from tests.numerics.seeing import seeing_batch, seeing_policy
@@ -73,7 +73,7 @@ def scored(batch: SequenceBatch) -> Experience:
     )
     return Experience(
         responses=responses,
-        sequences=SequenceLengths(batch.prompt_lengths, batch.response_lengths),
+        sequences=Sequences(batch.prompt_lengths, batch.response_lengths),
         group_ids=torch.arange(NUM_ROWS) // 3,
         rewards=rewards,
         correct=rewards > 0.5,

@@ -40,7 +40,7 @@ def make_batch(seed: int = 3, rows: int = NUM_ROWS, length: int | None = None) -
             torch.full((rows,), length - length // 2),
         )
     tokens = torch.randint(3, 120, (int((prompts + responses).sum()),), generator=generator)
-    batch = SequenceBatch(tokens, prompts, responses, ids)
+    batch = SequenceBatch(prompts, responses, ids, token_ids=tokens)
     for row in range(rows):
         first, here, size = batch.offsets[row // 3 * 3], batch.offsets[row], prompts[row]
         tokens[here : here + size] = tokens[first : first + size].clone()

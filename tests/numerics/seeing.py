@@ -123,11 +123,11 @@ def seeing_batch() -> SequenceBatch:
         for token in [*prompt, *response]
     ]
     return SequenceBatch(
-        torch.tensor(tokens),
         torch.tensor([len(prompt) for prompt, _ in prompts]),
         torch.tensor([len(response) for response in RESPONSES]),
         torch.tensor(PROMPT_OF_ROW),
-        tuple(images for _, images in prompts),
+        token_ids=torch.tensor(tokens),
+        images=tuple(images for _, images in prompts),
     )
 
 

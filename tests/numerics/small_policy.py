@@ -67,7 +67,8 @@ def batch(step: int) -> SequenceBatch:
     prompts = torch.randint(2, 6, (8,), generator=g)
     responses = torch.randint(3, 12, (8,), generator=g)
     num_tokens = int((prompts + responses).sum())
-    return SequenceBatch(torch.randint(3, 123, (num_tokens,), generator=g), prompts, responses)
+    token_ids = torch.randint(3, 123, (num_tokens,), generator=g)
+    return SequenceBatch(prompts, responses, token_ids=token_ids)
 
 
 def shares(policy: MegatronPolicy, count: int) -> list[list[int]]:

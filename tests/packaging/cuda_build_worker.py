@@ -163,7 +163,7 @@ def microbatch(policy: MegatronPolicy) -> Microbatch:
     """Packed on the CPU, where lengths can be read; attention's groups are made there too."""
     prompts, responses = torch.tensor(PROMPTS), torch.tensor(RESPONSES)
     total = int((prompts + responses).sum())
-    batch = SequenceBatch(torch.zeros(total, dtype=torch.long), prompts, responses)
+    batch = SequenceBatch(prompts, responses, token_ids=torch.zeros(total, dtype=torch.long))
     packer = Packer(policy.batching.packer.multiples, 0, 1, torch.device("cpu"))
     packed = packer.pack(batch, [0, 1])
     assert packed.packing.groups

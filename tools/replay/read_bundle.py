@@ -35,7 +35,7 @@ from megatron_rl.trainer.bundle import (
     BundleFacts,
     Images,
 )
-from megatron_rl.types import Image, SequenceBatch, SequenceLengths
+from megatron_rl.types import Image, SequenceBatch, Sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def _restored(
     return Experience(
         **some(OF_EXPERIENCE),
         responses=responses,
-        sequences=SequenceLengths(
+        sequences=Sequences(
             sequences.prompt_lengths, sequences.response_lengths, sequences.prompt_index
         ),
         step=step,

@@ -17,7 +17,8 @@ from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.runtime.device import to_device
 from megatron_rl.types import SequenceBatch
 
-_DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+_ONE = torch.tensor([1])
+_DUMMY = SequenceBatch(_ONE, _ONE, token_ids=torch.zeros(2, dtype=torch.long))
 
 
 @dataclass(frozen=True)

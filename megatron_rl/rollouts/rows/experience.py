@@ -17,7 +17,7 @@ from megatron_rl.loss import Credit
 from megatron_rl.passes import EXPERTS, LocalBatch, TokenScores
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.rollouts.rows.ownership import Ranks
-from megatron_rl.types import Completion, Prompt, Score, SequenceLengths
+from megatron_rl.types import Completion, Prompt, Score, Sequences
 
 
 class Passage(NamedTuple):
@@ -143,7 +143,7 @@ class Experience:
     """
 
     responses: Responses
-    sequences: SequenceLengths
+    sequences: Sequences
     group_ids: Int[Tensor, " responses"]
     rewards: Float[Tensor, " responses"]
     correct: Bool[Tensor, " responses"]
@@ -224,7 +224,7 @@ def experience_of(responses: Responses) -> Experience:
     group_ids = torch.from_numpy(responses.group_ids)
     return Experience(
         responses=responses,
-        sequences=SequenceLengths(
+        sequences=Sequences(
             torch.tensor([len(prompt.token_ids) for prompt in responses.prompts]),
             torch.from_numpy(responses.lengths),
             group_ids,

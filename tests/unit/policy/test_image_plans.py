@@ -40,11 +40,11 @@ def batch() -> SequenceBatch:
         for row, length in enumerate(responses)
     ]
     return SequenceBatch(
-        torch.tensor([token for row in rows for token in row]),
         torch.tensor(sizes).add(100).repeat_interleave(RESPONSES),
         torch.tensor(responses.astype(int)),
         torch.arange(PROMPTS).repeat_interleave(RESPONSES),
-        tuple((image,) for image in images for _ in range(RESPONSES)),
+        token_ids=torch.tensor([token for row in rows for token in row]),
+        images=tuple((image,) for image in images for _ in range(RESPONSES)),
     )
 
 
@@ -103,10 +103,10 @@ def test_a_response_is_charged_with_its_prompt_unless_that_is_shared():
     it gets. Each by itself, with images: 90 + 2 x 100 against 10 + 2 x 60 is worse than one row of
     both on each rank, (90 + 100) + (10 + 60)."""
     lengths = SequenceBatch(
-        torch.zeros(320, dtype=torch.long),
         torch.tensor([90, 90, 10, 10]),
         torch.tensor([10, 10, 50, 50]),
         torch.tensor([0, 0, 1, 1]),
+        token_ids=torch.zeros(320, dtype=torch.long),
     )
     shared = batching(PROCESSOR, share=True).plan(lengths, range(4))
     assert sorted(rank[0] for rank in shared) == [[0, 1], [2, 3]]

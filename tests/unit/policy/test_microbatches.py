@@ -25,7 +25,9 @@ from tests.unit.data.plain_packing import BY_TOKENS
 CPU = torch.device("cpu")
 # Sequences "5 6 | 7" (row 0), "8 | 9 10 11" (row 1) and "12 | 13" (row 2); response tokens 7 | 9 10
 # 11 | 13.
-BATCH = SequenceBatch(torch.arange(5, 14), torch.tensor([2, 1, 1]), torch.tensor([1, 3, 1]))
+BATCH = SequenceBatch(
+    torch.tensor([2, 1, 1]), torch.tensor([1, 3, 1]), token_ids=torch.arange(5, 14)
+)
 NO_RULE = Multiples(1, 1)
 
 
@@ -91,10 +93,10 @@ def test_padding_never_predicts() -> None:
 
 # Responses "7", "8 9" and "10" to the prompt "5 6", and "11" to the prompt "5".
 SHARED = SequenceBatch(
-    torch.tensor([5, 6, 7, 5, 6, 8, 9, 5, 6, 10, 5, 11]),
     torch.tensor([2, 2, 2, 1]),
     torch.tensor([1, 2, 1, 1]),
     torch.tensor([0, 0, 0, 1]),
+    token_ids=torch.tensor([5, 6, 7, 5, 6, 8, 9, 5, 6, 10, 5, 11]),
 )
 
 
@@ -137,7 +139,7 @@ def test_attention_sees_a_shared_prompt_before_every_response_and_restores_it_fr
 
 
 def test_a_row_without_prompt_is_named() -> None:
-    batch = SequenceBatch(torch.arange(3), torch.tensor([1, 0]), torch.tensor([1, 1]))
+    batch = SequenceBatch(torch.tensor([1, 0]), torch.tensor([1, 1]), token_ids=torch.arange(3))
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
         Packer(NO_RULE, 0, 1, CPU).pack(batch, [0, 1])
 
@@ -170,7 +172,7 @@ def test_of_log_normal_lengths_at_least_95_of_100_computed_tokens_are_real(layou
     plan = plan_microbatches(lengths, range(512), PlanRule(4, 8192, 1, BY_TOKENS))
     ones = torch.ones(512, dtype=torch.long)
     batch = SequenceBatch(
-        torch.zeros(sum(lengths), dtype=torch.long), ones, torch.tensor(lengths) - ones
+        ones, torch.tensor(lengths) - ones, token_ids=torch.zeros(sum(lengths), dtype=torch.long)
     )
     computed = sum(
         int(padded_lengths(batch, rows, multiples(*layout)).sum()) for rank in plan for rows in rank
