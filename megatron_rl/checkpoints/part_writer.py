@@ -7,15 +7,14 @@ chunk, with digests. A block is used again as soon as it is written.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -191,33 +190,26 @@ class PartWriter:
             # A new thread is on device 0: waiting for an event there would open a context, half a
             # GiB for each rank that has another device.
             torch.cuda.set_device(self._device)
+        digest = xxhash.xxh3_128()  # ``runtime.digest.file_digest``, without reading the file again
         try:
-            with _HashedFile(self._folder / name) as file:
+            with (self._folder / name).open("wb", buffering=_BUFFER_BYTES) as file:
                 for block in iter(blocks.get, None):
                     try:
-                        self._write_block(block, file, name)
+                        for key, chunk, data in _items(block):
+                            item = StoredItem(key, chunk, name, file.tell(), len(data))
+                            self._receipt.stored.append(item)
+                            file.write(data)
+                            digest.update(data)
                     finally:
                         self._give_back(block)
-            self._receipt.digests[name] = file.digest()
+                file.flush()
+                os.fsync(file.fileno())
+            self._receipt.digests[name] = digest.hexdigest()
         except Exception as error:  # noqa: BLE001 (kept in ``error``, raised by the caller)
             self.error = self.error or error
             # What still comes is dropped, so that no caller waits for a free block.
             for block in iter(blocks.get, None):
                 self._give_back(block)
-
-    def _write_block(self, block: _Block, file: _HashedFile, name: str) -> None:
-        if block.copied is not None:
-            # Copies into page-locked memory are only queued; the event is after those of this
-            # block.
-            block.copied.synchronize()
-        for key, data in block.objects:
-            self._receipt.stored.append(StoredItem(key, None, name, file.position, len(data)))
-            file.write(data)
-        for chunk, span, dtype in block.chunks:
-            begin = file.position
-            torch.save(_values(block.memory, span, dtype, chunk), cast(IO[bytes], file))
-            length = file.position - begin
-            self._receipt.stored.append(StoredItem(chunk.key, chunk, name, begin, length))
 
     def _give_back(self, block: _Block) -> None:
         self._memory.give(block.memory)
@@ -261,43 +253,21 @@ def saved_bytes(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _values(memory: Tensor, span: Range, dtype: torch.dtype, chunk: Chunk) -> Tensor:
-    """The tensor of a chunk. torch.save writes the whole storage of a tensor: this one has the
-    chunk alone in it, without a copy where no conversion is due."""
-    alone = torch.from_numpy(memory.numpy()[span[0] : span[1]])
-    return alone.view(dtype).view(tuple(chunk.sizes)).to(getattr(torch, chunk.dtype))
+def _items(block: _Block) -> Iterator[tuple[str, Chunk | None, bytes]]:
+    """Key, chunk and bytes of all that is to be written of it."""
+    if block.copied is not None:
+        # Copies into page-locked memory are only queued; the event is after those of this block.
+        block.copied.synchronize()
+    for key, data in block.objects:
+        yield key, None, data
+    for chunk, (begin, end), dtype in block.chunks:
+        # torch.save writes the whole storage of a tensor: this one has the chunk alone in it,
+        # without a copy where no conversion is due.
+        alone = torch.from_numpy(block.memory.numpy()[begin:end])
+        values = alone.view(dtype).view(tuple(chunk.sizes)).to(getattr(torch, chunk.dtype))
+        yield chunk.key, chunk, saved_bytes(values)
 
 
 def _write_file(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     to_disk(path)
-
-
-class _HashedFile(contextlib.AbstractContextManager["_HashedFile"]):
-    """A new file, on the disk when the context ends; knows its digest without reading it again."""
-
-    def __init__(self, path: Path) -> None:
-        self.position = 0
-        self._hash = xxhash.xxh3_128()
-        self._file = path.open("wb", buffering=_BUFFER_BYTES)
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._file.write(data)
-        self._hash.update(data)
-        self.position += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def digest(self) -> str:
-        """``runtime.digest.file_digest`` of the file."""
-        return self._hash.hexdigest()
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            if error[0] is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
