@@ -6,7 +6,6 @@ import hashlib
 import logging
 import re
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -16,7 +15,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import disable_progress_bars
 
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
@@ -55,7 +54,7 @@ def with_model(config: Config, world: World) -> Config:
 
     folder = world.from_main(first)
     config = config.with_values(model={"path": folder})
-    _on_each_machine(config, world, _DESCRIPTION)
+    fetch_weights(config, world, _DESCRIPTION)
     logger.info("model.path = %s: commit %s", path, Path(folder).name)
     return config
 
@@ -67,7 +66,7 @@ def local_folder(path: str) -> str:
     return _fetched(path, named["repo"], named["revision"], _ALL) if named else path
 
 
-def fetch_weights(config: Config, world: World) -> None:
+def fetch_weights(config: Config, world: World, patterns: Sequence[str] = _ALL) -> None:
     """Collective: downloads what of a model of the hub is not there yet, once on each machine.
 
     Args:
@@ -76,25 +75,17 @@ def fetch_weights(config: Config, world: World) -> None:
     Raises:
         ValueError: the hub does not give it.
     """
-    _on_each_machine(config, world, _ALL)
-
-
-def _named(path: str) -> re.Match[str] | None:
-    """A local folder comes first."""
-    return None if Path(path).exists() else _NAME.fullmatch(path)
-
-
-def _on_each_machine(config: Config, world: World, patterns: Sequence[str]) -> None:
-    """The first rank of a machine downloads, the others wait."""
     found = repo_and_commit(config.model.path)
     assert found is not None, "a folder of the library's cache"
     repo, commit = found
 
     def fetch() -> None:
+        """The first rank of a machine downloads; progress bars are those of the first machine."""
         if world.local_rank != 0:
             return
-        with nullcontext() if world.is_main else _Quiet():
-            folder = _fetched(repo, repo, commit, patterns)
+        if not world.is_main:
+            disable_progress_bars()
+        folder = _fetched(repo, repo, commit, patterns)
         if folder != config.model.path:
             raise ValueError(
                 f"model.path = {repo}: this machine keeps it in {folder}, the first one in"
@@ -104,14 +95,9 @@ def _on_each_machine(config: Config, world: World, patterns: Sequence[str]) -> N
     world.on_all_ranks(fetch)
 
 
-class _Quiet:
-    """Without progress bars: those of the first machine are shown."""
-
-    def __enter__(self) -> None:
-        disable_progress_bars()
-
-    def __exit__(self, *_: object) -> None:
-        enable_progress_bars()
+def _named(path: str) -> re.Match[str] | None:
+    """A local folder comes first."""
+    return None if Path(path).exists() else _NAME.fullmatch(path)
 
 
 def _commit_of_run(run_dir: Path, repo: str) -> str | None:
