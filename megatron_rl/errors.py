@@ -20,9 +20,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[str], where: str) -> None:
         self.problems = list(problems)
         self._where = where
-        shown = self.problems[:_SHOWN_PROBLEMS]
-        if len(problems) > _SHOWN_PROBLEMS:
-            shown.append(f"... and {len(problems) - _SHOWN_PROBLEMS} more")
+        shown = first_few(self.problems, _SHOWN_PROBLEMS, "... and {} more")
         lines = "\n".join(f"  - {problem}" for problem in shown)
         plural = "s" * (len(problems) != 1)
         super().__init__(f"{len(problems)} problem{plural} in {where}:\n{lines}")
@@ -46,6 +44,15 @@ class WeightSyncError(RuntimeError):
 
 class LostPeerError(WeightSyncError):
     """Another process of the sync is gone, or leaves it: what is wrong is wrong there."""
+
+
+def first_few(entries: Sequence[str], limit: int = 8, rest: str = "and {} more") -> list[str]:
+    """The first ``limit`` entries, and behind them what stands for the ``rest``, if there is one.
+
+    Example: ``first_few(["a", "b", "c"], 1)`` gives ``["a", "and 2 more"]``.
+    """
+    num_left = len(entries) - limit
+    return [*entries[:limit], *([rest.format(num_left)] if num_left > 0 else [])]
 
 
 @contextmanager

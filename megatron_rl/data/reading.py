@@ -17,7 +17,7 @@ from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompts import PromptSource, load_sources, without_overlap
 from megatron_rl.data.rows import interleaved
-from megatron_rl.errors import shortened
+from megatron_rl.errors import first_few, shortened
 from megatron_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -201,10 +201,7 @@ def _answers(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _uids(prompts: Sequence[Prompt]) -> str:
-    shown = [prompt.uid for prompt in prompts[:_SHOWN_UIDS]]
-    if len(prompts) > _SHOWN_UIDS:
-        shown.append("...")
-    return ", ".join(shown)
+    return ", ".join(first_few([prompt.uid for prompt in prompts], _SHOWN_UIDS, "..."))
 
 
 def all_prompts(sources: Iterable[PromptSource]) -> list[Prompt]:

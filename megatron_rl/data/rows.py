@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megatron_rl.config.data_names import KINDS
-from megatron_rl.errors import first_line, shortened
+from megatron_rl.errors import first_few, first_line, shortened
 from megatron_rl.types import Image
 
 _SHOWN_ROWS = 5
@@ -63,9 +63,7 @@ class Problems:
         lines = []
         for (what, remedy), occurrences in self._occurrences.items():
             lines.append(_line(what, remedy, occurrences))
-        num_hidden = len(lines) - _SHOWN_KINDS
-        if num_hidden > 0:
-            lines = [*lines[:_SHOWN_KINDS], f"... and {num_hidden} more kinds of problems"]
+        lines = first_few(lines, _SHOWN_KINDS, "... and {} more kinds of problems")
         separator = "\n  - " if len(lines) > 1 else " "
         raise ValueError(f"{self.source}:{separator}{separator.join(lines)}")
 

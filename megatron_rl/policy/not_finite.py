@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.errors import NonFiniteError
+from megatron_rl.errors import NonFiniteError, first_few
 from megatron_rl.policy.precision import plain
 from megatron_rl.runtime.launch import gather_objects
 
@@ -51,9 +51,7 @@ def check_weights(
         return
     own_names = {name for place in bad for name in named[place][0]}
     names = sorted(set().union(*gather_objects(own_names)))
-    shown = ", ".join(names[:SHOWN])
-    if len(names) > SHOWN:
-        shown += ", ..."
+    shown = ", ".join(first_few(names, SHOWN, "..."))
     before = learning_rate is None
     rate = "before the first optimizer step" if before else f"learning rate {learning_rate:g}"
     raise NonFiniteError(

@@ -15,6 +15,7 @@ from typing import Any
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
 from megatron_rl.config.reward_server import num_groups
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.errors import first_few
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.base import Options, Task, Verdict, Verifier
 from megatron_rl.rewards.function import FunctionCaller
@@ -33,15 +34,12 @@ _CHOICES = (
     " text), or give rows a data_source that is known (gsm8k, math, aime, ...,"
     " reasoning_gym:<task>)"
 )
-_SHOWN_PROBLEMS = 10
 
 
 def _listed(sources: Sequence[str]) -> str:
     """``data source 'a'``, ``data sources 'a', 'b', ...``."""
     noun = "data source" if len(sources) == 1 else "data sources"
-    shown = [repr(source) for source in sources[:5]]
-    if len(sources) > 5:
-        shown.append("...")
+    shown = first_few([repr(source) for source in sources], 5, "...")
     return f"{noun} {', '.join(shown)}"
 
 
@@ -117,11 +115,9 @@ class WeightedReward:
             chosen = [prompt for prompt in prompts if names[prompt.data_source] == name]
             problems += self._verifier(name).check([as_task(prompt) for prompt in chosen])
         if problems:
-            shown = [f"  - {problem}" for problem in problems[:_SHOWN_PROBLEMS]]
-            if len(problems) > _SHOWN_PROBLEMS:
-                shown.append(f"  ... {len(problems) - _SHOWN_PROBLEMS} more")
+            shown = first_few(problems, 10, "... {} more")
             head = f"reward.verifier = {self._config.verifier}:"
-            raise ValueError("\n".join([head, *shown]))
+            raise ValueError("\n  - ".join([head, *shown]))
         self._start_pool(self._verifiers)
 
     def close(self) -> None:

@@ -10,14 +10,12 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megatron_rl.errors import WeightSyncError
+from megatron_rl.errors import WeightSyncError, first_few
 from megatron_rl.runtime.digest import combined_digest
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.failure import HALF_UPDATED
 from megatron_rl.weight_sync.planner.program import Message
 from megatron_rl.weight_sync.planner.schedule import BucketId, Stream
-
-MAX_NAMES_SHOWN = 8
 
 
 def compare(
@@ -62,7 +60,7 @@ def compare(
     every_place = list(chain.from_iterable(all_gather(places, list[str], group)))
     raise WeightSyncError(
         f"weight sync: in {len(every_place)} messages other bytes arrived than were sent:"
-        f" {_shown(every_place)}. {HALF_UPDATED}"
+        f" {'; '.join(first_few(every_place))}. {HALF_UPDATED}"
     )
 
 
@@ -93,16 +91,10 @@ def verify_tensors(digests: Mapping[str, str]) -> None:
         if faults:
             differences.append(f"{name} ({', '.join(faults)})")
     raise WeightSyncError(
-        f"weight sync: {len(differences)} of {len(names)} tensors differ: {_shown(differences)}"
+        f"weight sync: {len(differences)} of {len(names)} tensors differ: "
+        + "; ".join(first_few(differences))
     )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _shown(entries: Sequence[str]) -> str:
-    """The first entries, and how many more there are."""
-    more = len(entries) - MAX_NAMES_SHOWN
-    rest = [f"and {more} more"] if more > 0 else []
-    return "; ".join([*entries[:MAX_NAMES_SHOWN], *rest])

@@ -12,9 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.config.model_config import unread_layers
-from megatron_rl.errors import WeightSyncError
-
-MAX_NAMES_SHOWN = 8
+from megatron_rl.errors import WeightSyncError, first_few
 
 
 def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
@@ -65,7 +63,8 @@ def checked_stream(
     for name, tensor in weights:
         shape = expected.get(name)
         if shape is None:
-            problem = f"but the model has no such tensor; still missing: {shown(list(left))}"
+            missing = ", ".join(first_few(list(left)))
+            problem = f"but the model has no such tensor; still missing: {missing}"
         elif name not in left:
             problem = "twice"
         elif tuple(tensor.shape) != shape:
@@ -81,12 +80,5 @@ def checked_stream(
     if left:
         raise WeightSyncError(
             f"weight sync: {len(left)} of {len(expected)} tensors were not sent:"
-            f" {shown(list(left))}"
+            f" {', '.join(first_few(list(left)))}"
         )
-
-
-def shown(names: list[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    text = ", ".join(names[:MAX_NAMES_SHOWN])
-    more = len(names) - MAX_NAMES_SHOWN
-    return f"{text} and {more} more" if more > 0 else text

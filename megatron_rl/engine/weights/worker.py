@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_rl.engine.routed_experts import SlotExperts
 from megatron_rl.engine.weights.recorder import UndiscoveredError, partly_filled, record_shards
-from megatron_rl.engine.weights.stream import shown
+from megatron_rl.errors import first_few
 from megatron_rl.protocols import Transfer
 from megatron_rl.types import Shard
 
@@ -137,7 +137,8 @@ class WeightReceiver:
             names = self.shard_receiver.unreached(shapes)
         except UndiscoveredError as error:
             return str(error)
-        return f"no tensor of the checkpoint is loaded into {shown(names)}" if names else ""
+        shown = ", ".join(first_few(names))
+        return f"no tensor of the checkpoint is loaded into {shown}" if names else ""
 
     def load_files(self) -> None:
         """Reads all weights from the files of the model."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.model_config import format_name
+from megatron_rl.errors import first_few
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -49,7 +50,6 @@ LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The experts of a rank are modules of their own, or, grouped, numbered weights of one module.
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<name>.*)")
 GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<name>linear_fc[12]\.weight)(?P<number>\d+)")
-MAX_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,7 @@ def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[_ShardKey, int]]) 
     for (name, _, _), count in sorted(by_shard.items()):
         by_name[name] = by_name.get(name, 0) + count
     if by_name:
-        shown = [f"{name} ({count} values)" for name, count in by_name.items()][:MAX_NAMES_SHOWN]
-        if len(by_name) > MAX_NAMES_SHOWN:
-            shown.append(f"and {len(by_name) - MAX_NAMES_SHOWN} more")
+        shown = first_few([f"{name} ({count} values)" for name, count in by_name.items()], 4)
         raise ValueError(
             f"model.path: {path} holds weights that are not finite: {', '.join(shown)}; the run"
             " that wrote them had failed, or the file is damaged: copy it again, or give another"

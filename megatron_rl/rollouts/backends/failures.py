@@ -12,6 +12,8 @@ from itertools import count
 from statistics import median
 from typing import NamedTuple
 
+from megatron_rl.errors import first_few
+
 MOST_SERVERS = 3  # that fail at one request
 Asked = tuple[str, int]  # what a server is asked: the uid of a prompt, the number of the response
 _SHOWN = 5
@@ -55,10 +57,9 @@ class RequestFailures:
         worst = sorted({uid for (uid, _), servers in found if len(servers) >= MOST_SERVERS})
         if not worst:
             return
-        shown = ", ".join(worst[:_SHOWN])
-        more = f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
+        shown = ", ".join(first_few(worst, _SHOWN))
         raise PromptFailureError(
-            f"prompt {shown}{more}: {MOST_SERVERS} servers, one after the other, have failed while"
+            f"prompt {shown}: {MOST_SERVERS} servers, one after the other, have failed while"
             f" they had the same request to it; the last one: {why}. Look"
             " into the servers' logs; take a prompt that ends them out of the data, or start"
             " servers that can answer it, and resume"

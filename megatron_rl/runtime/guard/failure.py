@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.errors import chain, first_line
+from megatron_rl.errors import chain, first_few, first_line
 from megatron_rl.runtime.guard.first_failure import FirstFailure, alive, connect, note_failed_host
 
 _MAX_LINES = 12
-_NAMED = 8  # ranks in a message
 _CAUSE_S = 1.0  # how long a consequence waits for the message of its cause,
 _GONE_S = 5.0  # and then for a rank that can be named as gone
 _WINNER_S = 15.0  # how long the first rank may take to report
@@ -379,10 +378,8 @@ def without_word(gone: Sequence[Peer]) -> str:
 
 def named(peers: Sequence[Peer]) -> str:
     """Example: ``rank 1 (process 4711) and rank 2 (process 4712)``; of many the first eight."""
-    text = " and ".join(f"rank {peer.rank} (process {peer.pid})" for peer in peers[:_NAMED])
-    if len(peers) > _NAMED:
-        text += f" and {len(peers) - _NAMED} more"
-    return text
+    ranks = [f"rank {peer.rank} (process {peer.pid})" for peer in peers]
+    return " and ".join(first_few(ranks, rest="{} more"))
 
 
 def unsaved() -> str:

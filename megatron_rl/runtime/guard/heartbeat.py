@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.errors import first_line
+from megatron_rl.errors import first_few, first_line
 from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.guard.failure import STATE, FailureMessage, Peer
@@ -333,9 +333,8 @@ def place() -> str:
 
 def rank_list(numbers: list[int]) -> str:
     """Example: ``[1, 3]`` gives ``ranks 1, 3``; of many the first eight."""
-    shown = ", ".join(map(str, numbers[:8]))
-    more = ", ..." if len(numbers) > 8 else ""
-    return f"rank{'s' * (len(numbers) > 1)} {shown}{more}"
+    shown = ", ".join(first_few([str(number) for number in numbers], rest="..."))
+    return f"rank{'s' * (len(numbers) > 1)} {shown}"
 
 
 def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None) -> str:
@@ -345,9 +344,8 @@ def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None)
         by_place.setdefault(where, []).append(rank)
     # The fewest first: the many wait for them.
     groups = sorted(by_place.items(), key=lambda item: len(item[1]))
-    lines = [f"  {rank_list(ranks)}: {where}" for where, ranks in groups[:_SHOWN]]
-    if len(groups) > _SHOWN:
-        lines.append(f"  and {len(groups) - _SHOWN} more places")
+    lines = [f"  {rank_list(ranks)}: {where}" for where, ranks in groups]
+    lines = first_few(lines, _SHOWN, "  and {} more places")
     written = ""
     if folder is not None:
         written = f"; the stacks of all threads are in {folder}"
