@@ -21,41 +21,36 @@ from megatron_rl.weight_sync.fleet.joint import JointSync, TrainingSide
 Names = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class FleetReport:
-    """A round of updates.
+    """A round of updates, and what it has brought so far.
 
     Attributes:
-        updated: the servers that have the version now.
+        took: the servers that have the version.
         lost: those that could not be reached or took no weights, and why.
-        sync: all transfers as one.
     """
 
-    updated: Names
-    lost: Mapping[str, str]
-    sync: SyncReport
-
-
-@dataclass
-class _FleetRound:
-    """What a round has brought so far."""
-
+    version: int
     servers: Mapping[str, str]
     staged: bool
-    updated: set[str] = field(default_factory=set)
+    took: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
     reports: list[SyncReport] = field(default_factory=list)
 
-    def report(self, version: int) -> FleetReport:
-        total = SyncReport(
-            version,
+    @property
+    def updated(self) -> Names:
+        return tuple(name for name in self.servers if name in self.took)
+
+    @property
+    def sync(self) -> SyncReport:
+        """All transfers as one."""
+        return SyncReport(
+            self.version,
             max((report.num_tensors for report in self.reports), default=0),
             bytes_sent=sum(report.bytes_sent for report in self.reports),
             bytes_total=sum(report.bytes_total for report in self.reports),
             seconds=sum((report.seconds for report in self.reports), 0.0),
         )
-        updated = tuple(name for name in self.servers if name in self.updated)
-        return FleetReport(updated, self.lost, total)
 
 
 @dataclass
@@ -80,13 +75,13 @@ class FleetSync(TrainingSide):
         Raises:
             ValueError: a training parameter changed its dtype or shape.
         """
-        done = _FleetRound(servers, staged)
+        done = FleetReport(version, servers, staged)
         # The same order whenever the servers are the same; names begin with that of the machine,
         # so those of a node are neighbors.
         waiting = [tuple(sorted(servers))] if servers else []
         while waiting:
-            waiting = [*self._push(version, waiting[0], done), *waiting[1:]]
-        return done.report(version)
+            waiting = [*self._push(waiting[0], done), *waiting[1:]]
+        return done
 
     def keep(self, servers: Collection[str]) -> None:
         """Collective: forgets the servers that are not named."""
@@ -94,7 +89,7 @@ class FleetSync(TrainingSide):
             if not set(names) <= set(servers):
                 self._groups.pop(names).close()
 
-    def _push(self, version: int, names: Names, done: _FleetRound) -> list[Names]:
+    def _push(self, names: Names, done: FleetReport) -> list[Names]:
         """One attempt. Returns whom to try again, and with whom."""
         try:
             group = self._connected({name: done.servers[name] for name in names})
@@ -102,14 +97,14 @@ class FleetSync(TrainingSide):
             lost = error.lost if isinstance(error, ServersError) else {}
             return _again(names, (), lost, first_line(error), done)
         try:
-            pushed = group.sync(version, staged=done.staged)
+            pushed = group.sync(done.version, staged=done.staged)
         except WeightSyncError as error:
             self._groups.pop(names).close(error)
             return _again(names, (), {}, first_line(error), done)
         if pushed.report is not None:
             done.reports.append(pushed.report)
         if not pushed.problem:
-            done.updated |= set(names)
+            done.took |= set(names)
             return []
         self._groups.pop(names).release(pushed)
         return _again(names, pushed.updated, pushed.lost, pushed.problem, done)
@@ -128,12 +123,12 @@ class FleetSync(TrainingSide):
 
 
 def _again(
-    names: Names, updated: Sequence[str], lost: Mapping[str, str], problem: str, done: _FleetRound
+    names: Names, updated: Sequence[str], lost: Mapping[str, str], problem: str, done: FleetReport
 ) -> list[Names]:
     """After an attempt with ``names``: who is to be tried again, in which groups."""
-    done.updated |= set(updated)
+    done.took |= set(updated)
     done.lost.update({name: first_line(WeightSyncError(why)) for name, why in lost.items()})
-    left = tuple(name for name in names if name not in done.updated and name not in lost)
+    left = tuple(name for name in names if name not in done.took and name not in lost)
     if len(left) < len(names):
         return [left] if left else []
     if len(left) == 1:
