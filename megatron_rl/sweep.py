@@ -29,7 +29,7 @@ from megatron_rl.config.cli.command_line import Root, add_root, handed_on, root_
 from megatron_rl.config.rules.layout_rules import world_problems
 from megatron_rl.errors import ConfigError, close_names, did_you_mean
 from megatron_rl.plugins import add_plugin_option, load_plugins, loaded
-from megatron_rl.reporting.metrics import TABLE, defined
+from megatron_rl.reporting.metrics import TABLE, metric
 from megatron_rl.runtime.guard import lock
 from megatron_rl.sweeping import commands
 from megatron_rl.sweeping.running import Runner, Stopped, SweepOutcome, shares
@@ -79,7 +79,7 @@ def _check_options(options: argparse.Namespace) -> None:
             "run_dir: each run of a sweep has a folder of its own below --out; leave it out"
         )
     for key in options.metric:
-        if not defined(key):
+        if metric(key) is None:
             hint = did_you_mean(close_names(key, TABLE, count=2))
             raise ValueError(f"--metric {key}: no such metric; {hint or 'see examples/metrics.md'}")
 

@@ -33,7 +33,3 @@ def metric(key: str) -> Metric | None:
         return TABLE[key]
     prefixes = [prefix for prefix in TABLE if prefix.endswith("/") and key.startswith(prefix)]
     return TABLE[max(prefixes, key=len)] if prefixes else None
-
-
-def defined(key: str) -> bool:
-    return metric(key) is not None

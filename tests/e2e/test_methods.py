@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import load_method
-from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.metrics import metric
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import launch
 
@@ -69,7 +69,7 @@ def check(rows: list[dict]) -> None:
         for step in row["steps"]:
             wrong = {key: value for key, value in step.items() if not math.isfinite(value)}
             assert not wrong, (row["method"], wrong)
-            assert [key for key in step if not defined(key)] == []
+            assert [key for key in step if metric(key) is None] == []
             assert step["mismatch/logprob_abs_diff_max"] < 1e-4, row["method"]
             assert step["optim/skipped"] == 0
         assert row["moved"], f"{row['method']} left the weights alone"

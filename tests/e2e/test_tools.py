@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.environments.turns import ENDS
 from tests.e2e.toy import LETTERS, rows, timeless
 from tests.e2e.turns import BOUND, words_of_turns, write_turns
@@ -68,7 +68,7 @@ def test_sampler_and_policy_agree_over_turns(place: Path, name: str, layout: Seq
     )
     steps = [row for row in rows(run_dir) if row["step"]]
     for row in steps:
-        assert [key for key in row if not defined(key)] == []
+        assert [key for key in row if metric(key) is None] == []
         assert row["mismatch/logprob_abs_diff_max"] <= BOUND
         assert row["environment/turns"] > 2 and row["optim/grad_norm"] > 0
     assert sum(row["reward/excluded_share"] for row in steps) > 0, "an environment has failed"

@@ -12,7 +12,7 @@ from megatron_rl.reporting.evaluation import (
     evaluation_table,
     majority_is_right,
 )
-from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.metrics import metric
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_bounds_and_sources_of_an_evaluation_alone():
     spread = "eval/accuracy_std_of_4_runs"
     assert metrics[spread] == pytest.approx((0.5 / 3) ** 0.5)
     assert metrics[f"{spread}/a"] == pytest.approx((0.75 / 3) ** 0.5)
-    assert all(defined(key) for key in metrics)
+    assert all(metric(key) for key in metrics)
     shared = evaluation_metrics(judged(), [2])
     assert {key: metrics[key] for key in shared} == shared
 
@@ -159,7 +159,7 @@ def test_a_prompt_is_in_each_of_its_categories() -> None:
     assert "eval/accuracy/a" not in found, "the only source"
     found = evaluation_metrics(Judged(**{**vars(judged("ab")), "categories": categories}), [1])
     assert found["eval/accuracy/b/skills=logic"] == found["eval/accuracy/b"] == 0.75
-    assert all(defined(key) for key in found)
+    assert all(metric(key) for key in found)
 
 
 def test_runs_of_several_lengths_or_without_a_verdict_have_no_spread() -> None:

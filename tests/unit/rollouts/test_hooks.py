@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks import ROLLOUT_HOOKS, RolloutEdit, register_rollout_hook
-from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
 from megatron_rl.rollouts.rollouts import Rollouts
@@ -73,7 +73,7 @@ def test_rewards_are_replaced_and_groups_dropped_in_the_order_of_the_hooks():
     assert result.sampler_logprobs.numel() == int(result.sequences.response_lengths.sum()) == 27
     metrics = rollout_metrics(result)
     assert (metrics["hook/number/groups"], metrics["hook/drop_second/groups"]) == (4, 3)
-    assert all(defined(key) for key in metrics)
+    assert all(metric(key) for key in metrics)
 
 
 def test_a_hook_cannot_write_into_what_it_is_shown():

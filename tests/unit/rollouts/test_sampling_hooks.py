@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
 from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl, relative_variance, second_round
-from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.rollouts import Rollouts
@@ -198,7 +198,7 @@ def test_what_is_asked_joins_its_group() -> None:
     assert len({ids[3] for ids in rows}) == len(rows), "no response twice"
     assert experience.hook_metrics["hook/dars/asked_responses"] == 4
     assert experience.hook_metrics["hook/dars/dropped_groups"] == 2
-    assert all(defined(key) for key in experience.hook_metrics)
+    assert all(metric(key) for key in experience.hook_metrics)
 
 
 class Dropping(SamplingHook):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.post_rollout import of_different_prompts
 from megatron_rl.types import SyncReport
 from tests.e2e.toy import PHASES
@@ -28,7 +28,7 @@ def test_reward_rises_and_the_engine_follows_the_policy(build):
 def test_every_metric_is_in_the_table(build):
     trainer = build(method="apo")
     trainer.run()
-    assert [key for row in rows(trainer) for key in row if not defined(key)] == []
+    assert [key for row in rows(trainer) for key in row if metric(key) is None] == []
 
 
 def test_evaluation_and_checkpoints_come_on_schedule(build, figure):
