@@ -284,12 +284,8 @@ class Dispatcher:
         return limit is None or answer.num_new <= limit
 
     @property
-    def only_scores(self) -> bool:
-        """Whether all that is wanted so far is sampled."""
-        return self._num_left == 0
-
-    @property
-    def _num_left(self) -> int:
+    def num_left(self) -> int:
+        """Of what is wanted so far, what is not sampled yet."""
         return self.scheduler.queue.num_running + self.scheduler.queue.num_waiting
 
     @property
@@ -297,7 +293,7 @@ class Dispatcher:
         num_done = self.scheduler.end.num_answered
         return Progress(
             num_done=num_done,
-            num_wanted=num_done + self._num_left,
+            num_wanted=num_done + self.num_left,
             num_tokens=sum(worker.num_tokens for worker in self._progress.values()),
             longest=max((worker.longest for worker in self._progress.values()), default=0),
             age=max(0, self.scheduler.version - self.scheduler.end.oldest_needed),

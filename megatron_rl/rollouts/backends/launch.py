@@ -130,7 +130,7 @@ class LaunchBackend:
         pause_s = _SHORTEST_PAUSE_S
         is_over = False
         while not is_over:
-            with clock("reward" if dispatcher and dispatcher.only_scores else "rollout"):
+            with clock("reward" if dispatcher and not dispatcher.num_left else "rollout"):
                 has_heard = False
                 if dispatcher is not None:
                     has_heard = dispatcher.turn()
