@@ -293,17 +293,10 @@ class Generator(Protocol):
     A response is begun by ``submit``, which gives it a request id, and ends in ``poll``, ``pause``
     or ``abort``."""
 
-    @property
-    def replica(self) -> int: ...
-
-    @property
-    def num_replicas(self) -> int: ...
-
-    @property
-    def capacity(self) -> int: ...
-
-    @property
-    def weight_version(self) -> int: ...
+    replica: int
+    num_replicas: int
+    capacity: int
+    weight_version: int
 
     def submit(
         self,
