@@ -18,6 +18,7 @@ from megatron_rl.checkpoints import peft_format
 from megatron_rl.checkpoints.part_writer import Memory
 from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.config.rules.layout_rules import layout_problems
+from megatron_rl.config.rules.teacher_rules import teachers
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import read_architecture
 from megatron_rl.models.adapters import adapter_problems, with_adapters
@@ -65,7 +66,7 @@ from megatron_rl.policy.state.offload import (
     training_tensors,
 )
 from megatron_rl.policy.state.weight_view import WeightView
-from megatron_rl.policy.teacher import build_teachers
+from megatron_rl.policy.teacher import FrozenTeacher
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard
 
@@ -128,7 +129,7 @@ class MegatronPolicy:
         size = self.arch.vocab_size
         self._passes = Passes(self.chunks, self.ranks, size, settings.temperature, self._routing)
         self.batching = self._build_batching()
-        self.teachers = build_teachers(self)
+        self.teachers = [FrozenTeacher(folder, self) for folder in teachers(model)]
         self._log_choices()
 
     def _build_model(self, model: ModelConfig) -> None:
@@ -244,7 +245,7 @@ class MegatronPolicy:
         """See protocols.Policy."""
         buffer = None if scores is None else self._buffer(batch, scores)
         totals = self.backward(batch, loss, outputs, buffer=buffer)
-        rate = self._learning_rate(self.optimizer_steps)
+        rate = optimizer.rate_of_run(self.optimizer_steps, self.optim, self.settings)
         with platform():
             norm, skipped = optimizer.step(self.optimizer, self.optim, rate, totals.loss)
         self.optimizer_steps += 1
@@ -277,9 +278,6 @@ class MegatronPolicy:
     ) -> ScoreBuffer:
         num_tokens = int(batch.batch.response_lengths.sum())
         return ScoreBuffer(num_tokens, outputs, self.ranks, self.device, prompt_places)
-
-    def _learning_rate(self, step: int) -> float:
-        return optimizer.rate_of_run(step, self.optim, self.settings)
 
     @property
     def gathered_bytes_sent(self) -> int:
@@ -326,7 +324,7 @@ class MegatronPolicy:
         """See protocols.CheckedWeights."""
         self.wait_for_param_gather()
         steps = self.optimizer_steps
-        rate = self._learning_rate(steps - 1) if steps else None
+        rate = optimizer.rate_of_run(steps - 1, self.optim, self.settings) if steps else None
         named = [(item.parameter.names, item.tensor) for item in self.held]
         check_weights(named, self.device, step, rate)
 

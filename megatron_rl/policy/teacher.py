@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.rules.teacher_rules import teacher_of, teachers
+from megatron_rl.config.rules.teacher_rules import teacher_of
 from megatron_rl.models import read_architecture
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.passes import LocalBatch, Outputs, TokenScores
@@ -80,8 +80,3 @@ class FrozenTeacher:
         release_caches(self._modules, self._dispatchers)
         self._offload.offload(_PARTS)
         return buffer.read()
-
-
-def build_teachers(policy: MegatronPolicy) -> list[FrozenTeacher]:
-    """Collective: all of ``model.teacher``, when the policy is built but for these."""
-    return [FrozenTeacher(folder, policy) for folder in teachers(policy.model)]
