@@ -162,15 +162,13 @@ def credit_metrics(experience: Experience) -> dict[str, float]:
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
     """What a weight sync moved, and how far engine and policy differ where they were compared."""
-    metrics: dict[str, float] = {
+    metrics = {
         "sync/bytes_sent": report.bytes_sent,
         "sync/bytes_total": report.bytes_total,
+        "sync/logprob_check_diff": report.logprob_check_diff,
+        "sync/logprob_check_diff_max": report.logprob_check_diff_max,
     }
-    if report.logprob_check_diff is not None:
-        metrics["sync/logprob_check_diff"] = report.logprob_check_diff
-    if report.logprob_check_diff_max is not None:
-        metrics["sync/logprob_check_diff_max"] = report.logprob_check_diff_max
-    return metrics
+    return {key: value for key, value in metrics.items() if value is not None}
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
