@@ -58,10 +58,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> None:
     """Collective: reads and checks what the user gave, builds the engine, samples and reports."""
     # Deferred: importing torch takes seconds, which --help does not need.
-    from megatron_rl.runtime.launch import configure_logging, start
+    from megatron_rl.runtime.launch import start
 
     world = start()
-    configure_logging(world.rank)
     load_plugins(options.plugin)
     from megatron_rl.config.rules.engine_checks import check_evaluation
     from megatron_rl.evaluation.evaluation_source import find_evaluation

@@ -50,10 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> None:
     """Collective: builds the engine, generates answers, prints them."""
     # Deferred: importing torch takes seconds, which --help does not need.
-    from megatron_rl.runtime.launch import configure_logging, start
+    from megatron_rl.runtime.launch import start
 
     world = start()
-    configure_logging(world.rank)
     load_plugins(options.plugin)
     from megatron_rl.evaluation.chat import chat
     from megatron_rl.evaluation.sample import answers, find_sample

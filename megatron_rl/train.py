@@ -44,10 +44,9 @@ def run_sweep(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> None:
     """Collective: reads and checks what the user gave, builds the parts, trains."""
     # Deferred: importing torch takes seconds, which --info and --completion do not need.
-    from megatron_rl.runtime.launch import configure_logging, start
+    from megatron_rl.runtime.launch import start
 
     world = start()
-    configure_logging(world.rank)
     load_plugins(options.plugin)
     values = compose(options.config_name, options.overrides, options.config_dir)
     config = validate(Config, values, "the configuration")

@@ -30,7 +30,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.rewards import Task
 from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings
 from megatron_rl.rollouts.environments.rendering import MessageRendering
-from megatron_rl.runtime.launch import configure_logging, start
+from megatron_rl.runtime.launch import start
 from megatron_rl.types import Prompt
 from tools.make_toy_model import MAX_PROMPT_TOKENS, run, write_untrained
 from tools.make_toy_tools_model import Demonstration, parser_of_turns, taught
@@ -83,7 +83,6 @@ def turns(
 def make(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     world = start()
-    configure_logging(world.rank)
     path = options.out
     settings = compose("config", ["experiment=game_cpu", "parallel=single", f"model.path={path}"])
     config = validate(Config, settings, "the configuration")

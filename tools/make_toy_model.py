@@ -59,7 +59,7 @@ from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import ImageProcessor
-from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
+from megatron_rl.runtime.launch import exit_process, reported, start
 from megatron_rl.types import Prompt
 
 TASKS = (
@@ -312,7 +312,6 @@ def accuracy(
 def make(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     world = start()
-    configure_logging(world.rank)
     settings = compose("config", [f"experiment={options.experiment}", "parallel=single"])
     data = validate(DataConfig, {**settings["data"], "train": options.tasks}, "data")
     path = options.out

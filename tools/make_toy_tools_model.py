@@ -35,7 +35,7 @@ from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.environments.rendering import MessageRendering
 from megatron_rl.rollouts.environments.turns import turns_of_run
-from megatron_rl.runtime.launch import configure_logging, start
+from megatron_rl.runtime.launch import start
 from megatron_rl.types import Prompt
 from tools.make_toy_model import (
     MAX_PROMPT_TOKENS,
@@ -153,7 +153,6 @@ def taught(
 def make(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     world = start()
-    configure_logging(world.rank)
     path = options.out
     chosen = [f"experiment={options.experiment}", "parallel=single", f"model.path={path}"]
     settings = compose("config", chosen)

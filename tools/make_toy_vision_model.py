@@ -36,7 +36,7 @@ from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.runtime.launch import configure_logging, start
+from megatron_rl.runtime.launch import start
 from megatron_rl.types import Prompt
 from tools.make_toy_model import SPECIAL, build_policy, make_tokenizer, run, warm_up
 
@@ -162,7 +162,6 @@ def image_processor() -> dict[str, object]:
 def make(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     world = start()
-    configure_logging(world.rank)
     demonstrations = options.tasks / "demonstrations.parquet"
     overrides = ["data=easy_r1", f"data.train={demonstrations}", "data.eval=none"]
     settings = compose(

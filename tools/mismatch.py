@@ -39,7 +39,7 @@ from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine import arguments
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.reporting.report import table
-from megatron_rl.runtime.launch import World, configure_logging, exit_process, reported, start
+from megatron_rl.runtime.launch import World, exit_process, reported, start
 from megatron_rl.trainer.bundle import CONFIG, WEIGHTS
 from megatron_rl.types import SequenceBatch
 from tools.replay.read_bundle import Bundle, read_bundle
@@ -371,7 +371,6 @@ def main() -> None:
             compare(options)
             return
         world = start()
-        configure_logging(world.rank)
         scoring = Scoring(**json.loads(options.scoring))
         logprobs = score(read_bundle(options.source), scoring, options.responses, world)
         if world.is_main:

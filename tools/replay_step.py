@@ -40,7 +40,7 @@ from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.device import make_deterministic
-from megatron_rl.runtime.launch import World, configure_logging, exit_process, reported, start
+from megatron_rl.runtime.launch import World, exit_process, reported, start
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import policy_settings
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
@@ -307,7 +307,6 @@ def main() -> None:
         parser.error("--after and --bundle are for a RUN with --step N")
     with reported():
         world = start()
-        configure_logging(world.rank)
         load_plugins(options.plugin)
         run(options, world)
     exit_process(0)

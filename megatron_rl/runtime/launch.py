@@ -190,7 +190,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
-    """Joins the launch of torchrun (or a world of one) and selects this rank's device.
+    """Joins the launch of torchrun (or a world of one), selects this rank's device, begins to log.
 
     Raises:
         ValueError: some of torchrun's variables are set and others not, or torch is too old for
@@ -223,6 +223,7 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
     failure.STATE.peers = peers
     launch_id = cards[0][0]
     heartbeat = Heartbeat(rank, peers)
+    _configure_logging(rank)
     return World(rank, size, local_rank, launch_id, control, local_size, heartbeat)
 
 
@@ -304,7 +305,7 @@ class _StderrHandler(logging.StreamHandler):
         return sys.stderr
 
 
-def configure_logging(rank: int) -> None:
+def _configure_logging(rank: int) -> None:
     """Logs to stderr: INFO from rank 0, ERROR from all ranks.
 
     Of Python warnings only this package's own are shown: those of libraries are for their

@@ -42,7 +42,7 @@ from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.rollouts.sampling import SamplingPlan, evaluation_sampling, stop_token_ids
 from megatron_rl.runtime.display import Display
-from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
+from megatron_rl.runtime.launch import exit_process, reported, start
 from megatron_rl.types import APPENDED, Prompt, Sampling, num_appended
 
 
@@ -79,7 +79,6 @@ def timed(backend: LaunchBackend, job: GenerationJob) -> tuple[float, StepSummar
 def main(options: argparse.Namespace) -> None:
     watch = Watch()
     world = start()
-    configure_logging(world.rank)
     load_plugins(options.plugin)
     model = world.from_main(lambda: without_end(options.model))
     words = [f"model.path={model}", f"rollout.tensor={world.size}", *options.overrides]

@@ -24,7 +24,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
+from megatron_rl.runtime.launch import exit_process, reported, start
 from megatron_rl.types import Prompt
 from tools.make_toy_model import (
     MAX_PROMPT_TOKENS,
@@ -69,8 +69,7 @@ def formatted(prompt: Prompt, rng: random.Random) -> str:
 
 
 def make(options: argparse.Namespace) -> None:
-    world = start()
-    configure_logging(world.rank)
+    start()
     options.out.mkdir(parents=True, exist_ok=True)
     held_out = tasks.HELD_OUT_EXACT if options.exact else tasks.HELD_OUT
     tasks.write(options.out, held_out)
