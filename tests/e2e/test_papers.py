@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.metrics import metric
 from tests.e2e import toy
 from tests.e2e.test_methods import check, two_steps_each
 from tests.launch import launch
@@ -223,7 +223,7 @@ def test_a_miniature_takes_two_steps(row, name, tmp_path, models):
     assert [row["step"] for row in rows if row["step"]] == [1, 2]
     for row in rows:
         wrong = {k: v for k, v in row.items() if v is None or not math.isfinite(v)}
-        assert not wrong and all(map(defined, row)), wrong
+        assert not wrong and all(map(metric, row)), wrong
     for row in rows[-2:]:
         check_step(row, ran)
         SHOWS[name](row)

@@ -20,7 +20,7 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.reading import Data
 from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
 from megatron_rl.hooks.replay import Ar3po, Exgrpo
-from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations
 from megatron_rl.rollouts.hooks.resampling import Resampling, right_responses
@@ -166,7 +166,7 @@ def test_a_right_response_takes_the_place_of_a_wrong_one() -> None:
     assert first.hook_metrics["hook/ar3po/unsolved_groups"] == 0
     assert second.hook_metrics["hook/ar3po/sampled_per_group_mean"] == 4
     assert second.hook_metrics["hook/ar3po/reused_responses"] == 0
-    assert all(defined(key) for key in third.hook_metrics)
+    assert all(metric(key) for key in third.hook_metrics)
     responses = third.responses
     assert [ids[3] for ids in tokens(third)] == [25, 26, 33, 1, 27, 28, 29, 30, 31, 32]
     assert third.group_ids.tolist() == [0] * 4 + [1] * 2 + [2] * 2 + [3] * 2
