@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -69,6 +70,9 @@ LATENT: dict[str, Any] = dict(
     rope_parameters=YARN,
     tie_word_embeddings=False,
 )
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+)
 # Family -> the prefix of its classes in transformers.
 CLASSES = {
     "qwen2": "Qwen2",
@@ -85,6 +89,7 @@ CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen2_5_vl_tied": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(vocab_size=128, tie_word_embeddings=False),
@@ -96,14 +101,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(vocab_size=123, tie_word_embeddings=False, rope_parameters=LLAMA3),
     "mistral": dict(vocab_size=128, head_dim=16, sliding_window=None, tie_word_embeddings=False),
     "qwen3_moe": dict(
-        vocab_size=128,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        num_hidden_layers=2,
+        vocab_size=128, head_dim=16, tie_word_embeddings=False, num_hidden_layers=2, **EXPERTS
     ),
     "glm4_moe": dict(
         vocab_size=128,
@@ -149,6 +147,7 @@ SEEING: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": dict(tie_word_embeddings=False),
     "qwen2_5_vl_tied": dict(tie_word_embeddings=True),
     "qwen3_vl": dict(tie_word_embeddings=False),
+    "qwen3_vl_moe": dict(tie_word_embeddings=False),
 }
 SEEING_TEXT: dict[str, Any] = dict(
     vocab_size=128,
@@ -184,14 +183,18 @@ def seeing_config(text: dict[str, Any], **more: Any) -> Any:
     )
 
 
+def deep_model(family: str, text: dict[str, Any], tower: dict[str, Any], **more: Any) -> Any:
+    """A Qwen3-VL, dense or with experts, with these parts."""
+    config = getattr(transformers, f"{CLASSES[family]}Config")
+    model = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")
+    return model(config(text_config=text, vision_config=tower, **more))
+
+
 def transformer(family: str, settings: dict[str, Any]) -> PreTrainedModel:
     """A model of transformers with these settings and the weights that it begins with."""
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         deep = DEEP_TOWER | dict(out_hidden_size=settings["hidden_size"])
-        config = transformers.Qwen3VLConfig(
-            text_config=settings, vision_config=deep, **SPECIAL_IDS, **SEEING[family]
-        )
-        return transformers.Qwen3VLForConditionalGeneration(config)
+        return deep_model(family, settings, deep, **SPECIAL_IDS, **SEEING[family])
     if family in SEEING:
         config = seeing_config(settings, **SEEING[family])
         return transformers.Qwen2_5_VLForConditionalGeneration(config)
@@ -202,9 +205,11 @@ def transformer(family: str, settings: dict[str, Any]) -> PreTrainedModel:
 def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrainedModel:
     """The model in float32, evaluation mode; norms and biases away from their initial values."""
     settings = SMALL | (SEEING_TEXT if family in SEEING else FAMILIES[family])
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         rope = settings["rope_parameters"] | dict(mrope_interleaved=True)
         settings |= dict(head_dim=16, rope_parameters=rope)
+    if family == "qwen3_vl_moe":
+        settings |= EXPERTS
     if layers is not None:
         settings["num_hidden_layers"] = layers
     draw = torch.Generator().manual_seed(seed)
@@ -228,8 +233,20 @@ def save_tiny_model(family: str, path: Path, seed: int = 0, layers: int | None =
     """Writes the HF directory of ``tiny_model``."""
     model = tiny_model(family, seed, layers)
     model.config.architectures = [type(model).__name__]
-    model.save_pretrained(path)
+    save(model, path)
     return path
+
+
+def save(model: Any, path: Path) -> None:
+    """Writes the HF directory. Published files of Qwen3-VL-MoE have matrices of experts as
+    ``[experts, in, out]``; transformers reads those, and writes the other order."""
+    model.save_pretrained(path)
+    if model.config.model_type == "qwen3_vl_moe":
+        file = path / "model.safetensors"
+        tensors = load_file(file)
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def of_all_rows(scores: TokenScores) -> TokenScores:

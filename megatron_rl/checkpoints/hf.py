@@ -195,10 +195,14 @@ class HfDirectory:
         if file not in self._open:
             self._open[file] = open_tensors(file)
         stored = self._open[file].get_slice(self._stored_names[shard.name])
-        if tuple(stored.get_shape()) != shard.full:
+        shape = tuple(stored.get_shape())
+        if shape != shard.full:
+            why = "the weights belong to another model"
+            if len(shape) == 3 and shape == (shard.full[0], *shard.full[:0:-1]):
+                why = "transformers 5 saves experts so, and vLLM cannot read it: swap the last two"
             raise ValueError(
-                f"model.path: {shard.name} in {file} has shape {tuple(stored.get_shape())}, but"
-                f" config.json needs {shard.full}; the weights belong to another model"
+                f"model.path: {shard.name} in {file} has shape {shape}, but config.json needs"
+                f" {shard.full}; {why}"
             )
         return stored[tensor_slices(shard)]
 

@@ -20,7 +20,7 @@ from megatron_rl.models import (
     qwen3_moe,
 )
 from megatron_rl.models.base import Architecture, Family, Slot
-from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl
+from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 
 FAMILIES = {
     module.FAMILY.architecture: module.FAMILY
@@ -35,6 +35,7 @@ FAMILIES = {
         qwen3,
         qwen3_moe,
         qwen3_vl,
+        qwen3_vl_moe,
     )
 }
 

@@ -102,7 +102,8 @@ class Architecture(ModelSizes):
     """A decoder-only transformer with RMSNorm, rotary positions and gated SiLU.
 
     ``expert_slots`` are relative to one expert (empty: dense); ``expert_prefix`` is where HF
-    numbers the experts of a layer.
+    numbers the experts of a layer. ``fused_experts``: it stores those of a layer as one tensor
+    ``[experts, in, out]``, the rows of gate before those of up.
 
     Attributes:
         num_dense_layers: how many layers, the first ones, have ``dense_slots`` in place of
@@ -137,6 +138,7 @@ class Architecture(ModelSizes):
     experts_per_token: int = 0
     expert_slots: tuple[Slot, ...] = ()
     expert_prefix: str = ""
+    fused_experts: bool = False
     num_dense_layers: int = 0
     dense_slots: tuple[Slot, ...] = ()
     num_unread_layers: int = 0

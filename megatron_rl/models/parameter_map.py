@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import Tensor
 
@@ -89,7 +90,8 @@ def adapter_parameters(arch: Architecture, layer: int) -> list[Parameter]:
 
 def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:
     """Parameters of one expert of one layer that has experts."""
-    prefix = f"{arch.text_prefix}layers.{layer}.{arch.expert_prefix}.{expert}."
+    number = "" if arch.fused_experts else f"{expert}."
+    prefix = f"{arch.text_prefix}layers.{layer}.{arch.expert_prefix}.{number}"
     return [_parameter(slot, prefix, layer, expert) for slot in arch.expert_slots]
 
 
@@ -123,20 +125,23 @@ def outer_parameters(arch: Architecture) -> tuple[list[Parameter], list[Paramete
 
 
 def model_parameters(arch: Architecture) -> Iterator[Parameter]:
-    """All parameters of the model, in the order in which weights are gathered and exported."""
+    """All parameters of the model, in the order in which weights are gathered and exported. Those
+    that are parts of one HF tensor follow each other."""
     before, after = outer_parameters(arch)
     yield from vision_parameters(arch)
     yield from before
     for layer in range(arch.num_layers):
         yield from layer_parameters(arch, layer)
-        for expert in range(arch.num_experts if arch.has_experts(layer) else 0):
-            yield from expert_parameters(arch, layer, expert)
+        experts = range(arch.num_experts if arch.has_experts(layer) else 0)
+        parts = [expert_parameters(arch, layer, expert) for expert in experts]
+        yield from chain(*(zip(*parts, strict=True) if arch.fused_experts else parts))
     yield from after
 
 
 def hf_names(arch: Architecture) -> list[str]:
     """Names of all HF tensors of the model, in order."""
-    return [name for parameter in model_parameters(arch) for name in parameter.names]
+    every = (name for parameter in model_parameters(arch) for name in parameter.names)
+    return list(dict.fromkeys(every))
 
 
 def axis_sizes(
@@ -209,10 +214,11 @@ def _stack(
             yield names[2], group * dim, dim
     elif kind == "gate_up":
         # A rank computes silu(gate) * up alone: its gate rows stand directly before its up rows.
-        rows = axis_sizes(parameter, arch, vocab_rows)[0] // 2 // size
+        half = axis_sizes(parameter, arch, vocab_rows)[0] // 2
+        rows = half // size
         for rank in range(size):
             yield names[0], rank * rows, rows
-            yield names[1], rank * rows, rows
+            yield names[-1], rank * rows + (half if len(names) == 1 else 0), rows
     elif kind == "vocab":
         yield names[0], 0, arch.vocab_size
     else:
@@ -258,9 +264,21 @@ def shards(
                 offset=(low - first) * stride[cut],
                 stride=stride,
             )
-            in_interval.append(shard)
+            is_fused = arch.fused_experts and parameter.expert is not None
+            in_interval.append(_in_fused(shard, parameter.expert, arch) if is_fused else shard)
         position += rows
     return in_interval
+
+
+def _in_fused(shard: Shard, expert: int, arch: Architecture) -> Shard:
+    """``shard`` of a matrix ``[out, in]``, which is one of a tensor ``[experts, in, out]``."""
+    return replace(
+        shard,
+        full=(arch.num_experts, *shard.full[::-1]),
+        start=(expert, *shard.start[::-1]),
+        shape=(1, *shard.shape[::-1]),
+        stride=(1, *shard.stride[::-1]),  # nothing steps along an axis of one element
+    )
 
 
 def tensor_slices(shard: Shard) -> tuple[slice, ...]:

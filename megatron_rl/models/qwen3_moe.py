@@ -22,9 +22,12 @@ def read(hf: Any) -> Architecture:
             "norm_topk_prob": (True,),
         },
     )
-    return common(
-        hf,
-        qk_norm=True,
+    return common(hf, qk_norm=True, **experts(hf))
+
+
+def experts(hf: Any) -> dict[str, Any]:
+    """What the architecture has beside that of a dense model."""
+    return dict(
         layer_slots=ATTENTION + QK_NORM + ROUTER,
         num_experts=hf.num_experts,
         experts_per_token=hf.num_experts_per_tok,

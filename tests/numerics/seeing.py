@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from transformers import (
     Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 
 from megatron_rl.data.multimodal.masks import MaskedImage
@@ -193,42 +191,41 @@ def write_model(path: Path, seed: int = 0, family: str = "qwen2_5_vl") -> Any:
     write_untrained(path, ["What is it?"], options)
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
     model = model.eval()
-    if family == "qwen3_vl":
-        model = with_deep_tower(path, model.config)
+    if family.startswith("qwen3_vl"):
+        model = with_deep_tower(path, model.config, family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "visual" not in name:
                 parameter.normal_(0.0, 0.06)
-    model.save_pretrained(path)
+    zoo.save(model, path)
     return model
 
 
-def with_deep_tower(path: Path, config: Any) -> Any:
+def with_deep_tower(path: Path, config: Any, family: str = "qwen3_vl") -> Any:
     """A Qwen3-VL with the sizes of the Qwen2.5-VL of ``path``, in its place."""
-    text = config.text_config.to_dict() | dict(model_type="qwen3_vl_text", head_dim=32)
+    text = config.text_config.to_dict() | dict(model_type=f"{family}_text", head_dim=32)
+    text |= zoo.EXPERTS if family == "qwen3_vl_moe" else {}
     text["rope_parameters"] |= dict(mrope_interleaved=True)
     tower = zoo.DEEP_TOWER | dict(out_hidden_size=text["hidden_size"])
     ids = {key: getattr(config, key) for key in zoo.SPECIAL_IDS}
     file = path / "preprocessor_config.json"
     file.write_text(file.read_text().replace("Qwen2_5_VLProcessor", "Qwen3VLProcessor"))
     torch.manual_seed(0)
-    settings = Qwen3VLConfig(
-        text_config=text, vision_config=tower, tie_word_embeddings=True, dtype="float32", **ids
-    )
-    model = Qwen3VLForConditionalGeneration(settings).float().eval()
+    model = zoo.deep_model(family, text, tower, tie_word_embeddings=True, dtype="float32", **ids)
+    model = model.float().eval()
     with torch.no_grad():
         for parameter in model.model.visual.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, parameter[0].numel() ** -0.5)
-    model.save_pretrained(path)
+    zoo.save(model, path)
     return model
 
 
 def published_name(name: str, model: str = "qwen2_5_vl") -> str:
     """Of a tensor, from its name in transformers."""
-    if model == "qwen3_vl":
+    if model.startswith("qwen3_vl"):
         return name
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
 
@@ -237,7 +234,11 @@ def seeing_reference(model: str, layers: int | None) -> dict[str, Any]:
     """Logits, scores, loss and gradients by transformers and torch."""
     hf = tiny_model(model, layers=layers)
     found = seeing_differentiated(hf)
-    gradients = {published_name(key, model): each.grad for key, each in hf.named_parameters()}
+    # Files have the matrices of experts in the other order of axes.
+    gradients = {
+        published_name(key, model): each.grad if each.dim() != 3 else each.grad.transpose(1, 2)
+        for key, each in hf.named_parameters()
+    }
     return found | dict(gradients=gradients)
 
 

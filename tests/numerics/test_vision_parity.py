@@ -21,6 +21,7 @@ OVERLAP = dict(distributed_optimizer=True, overlap_grad_reduce=True, overlap_par
 VL = "qwen2_5_vl"
 TIED = "qwen2_5_vl_tied"
 DEEP = "qwen3_vl"
+MOE = "qwen3_vl_moe"
 CASES = [
     _case(VL, 1),
     _case(VL, 2, tensor=2, full=True),  # a part of the next
@@ -34,6 +35,11 @@ CASES = [
     _case(DEEP, 2, pipeline=2, virtual_pipeline=2, full=True),
     _case(DEEP, 2, context=2, full=True),
     _case(DEEP, 2, **OVERLAP, full=True),
+    _case(MOE, 1, full=True),
+    _case(MOE, 2, **SEQUENCE, expert=2, recompute="selective"),
+    _case(MOE, 2, pipeline=2, virtual_pipeline=2, full=True),
+    _case(MOE, 2, context=2, full=True),
+    _case(MOE, 2, expert=2, **OVERLAP, full=True),
     _case(VL, 1, recompute="selective", full=True),
     _case(VL, 2, **SEQUENCE, full=True),
     _case(VL, 2, pipeline=2, virtual_pipeline=2, full=True),

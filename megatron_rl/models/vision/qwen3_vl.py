@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def read(hf: Any) -> Architecture:
+def read(hf: Any, **more: Any) -> Architecture:
+    """``more``: fields of a language model that has experts."""
     text = hf.text_config
     refuse(text, {"attention_bias": (False,)})
     if text.rope_parameters.get("mrope_interleaved") is not True:
@@ -42,12 +43,12 @@ def read(hf: Any) -> Architecture:
         family=hf.model_type,
         tied_embeddings=bool(hf.tie_word_embeddings),
         qk_norm=True,
-        layer_slots=ATTENTION + QK_NORM + DENSE_MLP,
         mrope_section=mrope_section(text),
         mrope_interleaved=True,
         vision=vision_sizes(hf, "gelu_pytorch_tanh", tensors, num_deep=num_deep),
         text_prefix="model.language_model.",
         tower_prefix="model.",
+        **(more or dict(layer_slots=ATTENTION + QK_NORM + DENSE_MLP)),
     )
 
 
