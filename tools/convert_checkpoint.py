@@ -23,6 +23,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -93,10 +94,14 @@ def _common_dtype(files: HfDirectory, names: Sequence[str]) -> torch.dtype:
 def _write(arch: Architecture, files: HfDirectory, weights: Path, prefix: str) -> str:
     digests: dict[str, str] = {}
 
-    def produce(item: megatron_format.LayerTensor) -> Tensor:
-        tensors = {name: files.read(name) for name in item.parameter.names}
+    @lru_cache(maxsize=1)  # parameters that are parts of one tensor follow each other
+    def read(names: tuple[str, ...]) -> dict[str, Tensor]:
+        tensors = {name: files.read(name) for name in names}
         digests.update({name: tensor_digest(tensor) for name, tensor in tensors.items()})
-        return megatron_format.to_megatron(item, arch, tensors)
+        return tensors
+
+    def produce(item: megatron_format.LayerTensor) -> Tensor:
+        return megatron_format.to_megatron(item, arch, read(item.parameter.names))
 
     megatron_format.write(
         weights,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             yield LayerTensor(parameter, key, key, place, extent, shape)
 
 
-def to_megatron(item: LayerTensor, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
+def to_megatron(item: LayerTensor, arch: Architecture, tensors: Mapping[str, Tensor]) -> Tensor:
     """The Megatron parameter made of its whole HF tensors."""
     whole = torch.empty(item.shape, dtype=next(iter(tensors.values())).dtype)
     # Tensor rank 0 of 1 has all of it.
@@ -160,16 +161,24 @@ def to_megatron(item: LayerTensor, arch: Architecture, tensors: dict[str, Tensor
     return whole
 
 
-def to_hf(item: LayerTensor, arch: Architecture, whole: Tensor) -> dict[str, Tensor]:
-    """The inverse of ``to_megatron``; rows of a padded vocabulary are left out."""
-    shapes = hf_shapes(item.parameter, arch)
-    if len(shapes) == 1 and shapes[item.parameter.names[0]] == tuple(whole.shape):
-        # Nothing to cut: the largest tensors are not copied.
-        return {item.parameter.names[0]: whole}
-    tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in item.parameter.names}
-    rows = whole.shape[0] if item.parameter.slot.kind == "vocab" else arch.vocab_size
-    for shard in shards(item.parameter, arch, rows, 0, 1):
-        tensors[shard.name][tensor_slices(shard)] = part_of(whole, shard)
+def to_hf(
+    items: Iterable[LayerTensor], arch: Architecture, read: Callable[[LayerTensor], Tensor]
+) -> dict[str, Tensor]:
+    """The inverse of ``to_megatron``, of parameters that make up the same HF tensors and that
+    ``read`` gives; rows of a padded vocabulary are left out."""
+    tensors: dict[str, Tensor] = {}
+    for item in items:
+        whole = read(item)
+        shapes = hf_shapes(item.parameter, arch)
+        if list(shapes.values()) == [tuple(whole.shape)]:
+            # Nothing to cut: the largest tensors are not copied.
+            return {item.parameter.names[0]: whole}
+        for name in shapes:
+            if name not in tensors:
+                tensors[name] = torch.empty(shapes[name], dtype=whole.dtype)
+        rows = whole.shape[0] if item.parameter.slot.kind == "vocab" else arch.vocab_size
+        for shard in shards(item.parameter, arch, rows, 0, 1):
+            tensors[shard.name][tensor_slices(shard)] = part_of(whole, shard)
     return tensors
 
 
@@ -320,6 +329,8 @@ def read_hf(
     # The order of the model begins with it.
     embedding = stored[0]
     check_tied_head(reader, arch, embedding)
-    for item in stored:
-        announce(math.prod(item.shape) * reader.array(item)[1].properties.dtype.itemsize)
-        yield from to_hf(item, arch, reader.read(item)).items()
+    for _, group in groupby(stored, lambda item: item.parameter.names):
+        items = list(group)
+        size = reader.array(items[0])[1].properties.dtype.itemsize
+        announce(sum(math.prod(item.shape) for item in items) * size)
+        yield from to_hf(items, arch, reader.read).items()

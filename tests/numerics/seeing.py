@@ -206,7 +206,8 @@ def write_model(path: Path, seed: int = 0, family: str = "qwen2_5_vl") -> Any:
 def with_deep_tower(path: Path, config: Any, family: str = "qwen3_vl") -> Any:
     """A Qwen3-VL with the sizes of the Qwen2.5-VL of ``path``, in its place."""
     text = config.text_config.to_dict() | dict(model_type=f"{family}_text", head_dim=32)
-    text |= zoo.EXPERTS if family == "qwen3_vl_moe" else {}
+    if family == "qwen3_vl_moe":  # an engine of two ranks on CPUs takes no narrower experts
+        text |= zoo.EXPERTS | dict(moe_intermediate_size=64)
     text["rope_parameters"] |= dict(mrope_interleaved=True)
     tower = zoo.DEEP_TOWER | dict(out_hidden_size=text["hidden_size"])
     ids = {key: getattr(config, key) for key in zoo.SPECIAL_IDS}

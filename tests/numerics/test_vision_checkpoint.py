@@ -25,6 +25,7 @@ from tools.convert_checkpoint import to_hf, to_megatron, to_nemo
 
 VL = "qwen2_5_vl"
 DEEP = "qwen3_vl"
+MOE = "qwen3_vl_moe"
 TIED = "qwen2_5_vl_tied"
 SEQUENCE: dict[str, Any] = dict(tensor=2, sequence=True)
 SHARDED: dict[str, Any] = dict(distributed_optimizer=True)
@@ -38,8 +39,9 @@ SHARDED: dict[str, Any] = dict(distributed_optimizer=True)
         (VL, dict(SHARDED), dict(SHARDED, tensor=2), False),
         (VL, dict(SHARDED, **SEQUENCE), dict(SHARDED, pipeline=2), True),
         (DEEP, dict(SHARDED, **SEQUENCE), dict(SHARDED, pipeline=2), False),
+        (MOE, dict(SHARDED, **SEQUENCE, expert=2), dict(SHARDED, pipeline=2), False),
     ],
-    ids=["tied", "sharded", "frozen", "deep"],
+    ids=["tied", "sharded", "frozen", "deep", "experts"],
 )
 def test_a_checkpoint_goes_on_in_another_layout(
     seeing_models: Path, tmp_path: Path, name: str, written: Any, read: Any, frozen: bool
@@ -100,7 +102,7 @@ def test_an_export_opens_in_transformers(seeing_models: Path, tmp_path: Path) ->
     assert float((answer - logprobs[: len(answer)]).abs().max()) <= 5e-6
 
 
-@pytest.mark.parametrize("name", [VL, TIED, DEEP])
+@pytest.mark.parametrize("name", [VL, TIED, DEEP, MOE])
 def test_a_conversion_and_back_changes_no_bit(
     seeing_models: Path, tmp_path: Path, name: str
 ) -> None:

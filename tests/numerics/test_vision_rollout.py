@@ -25,6 +25,6 @@ def output(tmp_path_factory):
 
 @pytest.mark.full  # in the core tier: the policy alone (test_vision_parity.py)
 @pytest.mark.parametrize("case", cases_of(WORKER))
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_images_in_the_engine(output, family, case):
     assert not verdict(output(family), case)
