@@ -78,15 +78,19 @@ def train(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [(), ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")],
-    ids=["data", "tensor"],
+    ("family", "layout"),
+    [
+        ("qwen3_vl", ()),
+        ("qwen3_vl", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
+        ("qwen3_vl_moe", ("parallel.expert=2",)),
+    ],
+    ids=["data", "tensor", "experts"],
 )
-def test_durian_with_qwen3_vl(folder, layout):
+def test_durian_with_qwen3_vl(folder, family, layout):
     """After every update the engine's logprobs of what it samples are those of the policy."""
     path = folder / f"deep{len(layout)}"
     shutil.copytree(folder / "model", path / "model")
-    with_deep_tower(path / "model", AutoConfig.from_pretrained(path / "model"))
+    with_deep_tower(path / "model", AutoConfig.from_pretrained(path / "model"), family)
     found = train(folder, f"{path.name}_run", 20, f"model.path={path / 'model'}", *layout)
     steps = [row for row in found if row["step"]]
     largest = max(row["mismatch/logprob_abs_diff_max"] for row in steps)

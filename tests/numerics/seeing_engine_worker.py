@@ -20,6 +20,7 @@ from megatron_rl.types import Completion, Image, Prompt
 from tests.numerics import rollout_models as small
 from tests.numerics.seeing import hf_logprobs, write_model
 from tests.unit.data.pictures import image
+from tests.zoo import save
 
 WORLD = launch.start()
 PATH = Path(sys.argv[1]) / "model"
@@ -184,7 +185,7 @@ def change_the_tower(seed: int) -> dict[str, torch.Tensor]:
         for parameter in MODEL.model.visual.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3 * parameter.std().nan_to_num(0.1))
     with tempfile.TemporaryDirectory() as folder:
-        MODEL.save_pretrained(folder)
+        save(MODEL, Path(folder))
         return load_file(Path(folder) / "model.safetensors")
 
 

@@ -95,7 +95,14 @@ def engine_problems(
             f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
             " only; use a model with one of these, or a GPU"
         )
-    if machine.compute_capability is None and rollout.expert_parallel:
+    width = sizes.expert_ffn_hidden_size if sizes else 0
+    if on_cpu and width // rollout.tensor % 32:
+        yield (
+            f"model.path: experts of width {width} on rollout.tensor = {rollout.tensor}: without a"
+            " GPU vLLM pads what is no multiple of 32, and no weight sync fits that; use a model"
+            " with other experts, another rollout.tensor, or a GPU"
+        )
+    if on_cpu and rollout.expert_parallel:
         yield (
             "rollout.expert_parallel = True: vLLM's CPU kernel of experts crashes where a rank has"
             " not all of them; set it to false without a GPU"

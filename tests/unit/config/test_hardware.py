@@ -16,6 +16,7 @@ QWEN2_5_7B = {
     "num_hidden_layers": 28,
     "intermediate_size": 18944,
 }
+MOE = {"num_experts": 8, "moe_intermediate_size": 96}
 CPU = Machine(None, None, "torch")
 HOPPER = Machine((9, 0), "2.20.2", "transformer_engine")
 BLACKWELL = Machine((10, 0), "2.20.2+abc", "transformer_engine")
@@ -113,6 +114,11 @@ def test_heads_without_a_cpu_kernel_are_refused_before_the_engine_is_built():
     )
     assert problems(CPU, model=QWEN2_5_7B) == []  # 3584 / 28 = 128
     assert problems(HOPPER, model=narrow) == []
+    (problem,) = problems(CPU, "rollout.tensor=2", model=QWEN2_5_7B | MOE)
+    assert problem.startswith(
+        "model.path: experts of width 96 on rollout.tensor = 2: without a GPU"
+    )
+    assert problems(CPU, model=QWEN2_5_7B | MOE) == []
     assert (
         problems(CPU, model={"hidden_size": 64}) == []
     )  # what is missing is said by the model's own checks
