@@ -21,7 +21,7 @@ from megatron_rl.weight_sync.collectives import all_gather, broadcast
 from megatron_rl.weight_sync.failure import Stage, SyncProgress
 from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
-from megatron_rl.weight_sync.planner.shards import ShardGroup, collect
+from megatron_rl.weight_sync.planner.shards import ShardGroup, collect, count_tensors
 from megatron_rl.weight_sync.transport import Transport, TransportReport
 
 _Groups = Sequence[ShardGroup]
@@ -52,7 +52,7 @@ class ReshardSync:
         self._verify = options.verify
         own_sources = [] if source is None else collect(source.weight_shards())
         own_targets = [] if sink is None else collect(sink.weight_shards())
-        self.num_tensors = len(set().union(*(shards.names for shards in own_targets)))
+        self.num_tensors = count_tensors(name for shards in own_targets for name in shards.names)
         sources, targets = exchange(own_sources, own_targets, group)
         settings = PlanSettings(
             bucket_bytes=options.bucket_mib << 20,

@@ -26,6 +26,7 @@ from megatron_rl.weight_sync.fleet.controller import (
     problem_text,
 )
 from megatron_rl.weight_sync.planner.plan import Plan
+from megatron_rl.weight_sync.planner.shards import count_tensors
 from megatron_rl.weight_sync.reshard import ReshardSync
 
 
@@ -214,7 +215,7 @@ class JointSync:
             self._leave()
         report = replace(
             report,
-            num_tensors=sum(len(tensors.names) for tensors in self.plan.classes),
+            num_tensors=count_tensors(name for each in self.plan.classes for name in each.names),
             bytes_total=self.plan.bytes_sent,
             seconds=time.perf_counter() - start,
         )

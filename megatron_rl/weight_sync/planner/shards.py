@@ -4,8 +4,9 @@ live."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -54,11 +55,33 @@ class ShardGroup:
         return Slice(self.shard.start, self.shard.shape)
 
 
+def _apart(shard: Shard) -> Iterator[Shard]:
+    """A tensor of three axes, the experts of a layer, as one of each: a plan takes time with the
+    square of the parts of a tensor."""
+    if len(shard.full) != 3:
+        yield shard
+        return
+    start, shape, stride = shard.start, shard.shape, shard.stride
+    cut = replace(shard, full=shard.full[1:], start=start[1:], shape=shape[1:], stride=stride[1:])
+    for i in range(shape[0]):
+        offset = shard.offset + i * stride[0]
+        yield replace(cut, name=f"{shard.name}[{start[0] + i}]", offset=offset)
+
+
+def count_tensors(names: Iterable[str]) -> int:
+    """How many they are before ``collect`` takes experts apart."""
+    return len({name.partition("[")[0] for name in names})
+
+
 def collect(shards: Iterable[Shard]) -> list[ShardGroup]:
-    """The shards in groups, in order of first appearance."""
+    """The shards in groups, in order of first appearance.
+
+    Experts of one tensor are tensors of their own: ``w[5]`` of shape (4, 6) is the last one of a
+    ``w`` of (6, 4, 6).
+    """
     names: dict[Shard, list[str]] = defaultdict(list)
     keys: dict[Shard, list[str]] = defaultdict(list)
-    for shard in shards:
+    for shard in chain.from_iterable(map(_apart, shards)):
         common = replace(shard, name="", key="")
         names[common].append(shard.name)
         keys[common].append(shard.key)

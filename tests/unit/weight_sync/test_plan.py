@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.plan import PlanSettings, make_plan
-from megatron_rl.weight_sync.planner.shards import ShardGroup, check_written_once, collect, expand
+from megatron_rl.weight_sync.planner.shards import (
+    ShardGroup,
+    check_written_once,
+    collect,
+    count_tensors,
+    expand,
+)
 from tests.unit.weight_sync.slow_layouts import (
     UNWRITTEN,
     hf_tensors,
@@ -348,6 +354,18 @@ def test_collect_groups_equal_shards() -> None:
     groups = collect(shards)
     assert groups == [ShardGroup(("w0", "w1", "w2"), ("p0", "p1", "p2"), common)]
     assert expand(groups) == shards
+
+
+def test_experts_of_one_tensor_are_planned_apart() -> None:
+    """The two last of three matrices of (2, 4), which are columns and rows of the parameter."""
+    both = Shard("w", (3, 2, 4), (1, 0, 0), (2, 2, 4), 5, (8, 1, 2), "p", "float32")
+    one = Shard("", (2, 4), (0, 0), (2, 4), 5, (1, 2), dtype="float32")
+    groups = collect([both])
+    assert groups == [
+        ShardGroup(("w[1]",), ("p",), one),
+        ShardGroup(("w[2]",), ("p",), replace(one, offset=13)),
+    ]
+    assert count_tensors([*groups[0].names, *groups[1].names, "v"]) == 2
 
 
 def fields_of(value: Any) -> Any:
