@@ -82,7 +82,7 @@ def train(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
     [
         ("qwen3_vl", ()),
         ("qwen3_vl", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
-        ("qwen3_vl_moe", ("parallel.expert=2",)),
+        ("qwen3_vl_moe", ("parallel.tensor=1", "parallel.expert=2")),
     ],
     ids=["data", "tensor", "experts"],
 )
