@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -152,7 +152,7 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             yield LayerTensor(parameter, key, key, place, extent, shape)
 
 
-def to_megatron(item: LayerTensor, arch: Architecture, tensors: Mapping[str, Tensor]) -> Tensor:
+def to_megatron(item: LayerTensor, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
     """The Megatron parameter made of its whole HF tensors."""
     whole = torch.empty(item.shape, dtype=next(iter(tensors.values())).dtype)
     # Tensor rank 0 of 1 has all of it.
