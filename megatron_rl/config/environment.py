@@ -12,6 +12,7 @@ class EnvironmentConfig(Piece):
     tools: tuple[str, ...]
     servers: tuple[str, ...]
     corpus: str | None
+    agent: str | None
     max_turns: PositiveInt
     max_seconds: PositiveFloat | None
     max_message_characters: PositiveInt

@@ -29,7 +29,7 @@ def chat(sample: Evaluation, world: World) -> None:
     config = sample.config
     tokenizer = load_tokenizer(Path(config.model.path))
     turns = turns_of_run(config, tokenizer)
-    if turns is not None and not turns.has_tools:
+    if turns is not None and (config.env.agent is not None or not turns.has_tools):
         raise ValueError(
             f"env.name = {config.env.name}: it speaks for the user; add env.name=single to talk to"
             " the model yourself"

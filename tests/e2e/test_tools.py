@@ -22,8 +22,8 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.environments.turns import ENDS
-from tests.e2e.toy import LETTERS, rows, timeless
-from tests.e2e.turns import BOUND, words_of_turns, write_turns
+from tests.e2e.toy import LETTERS, overrides, rows, timeless
+from tests.e2e.turns import AGENT, BOUND, SETTINGS, words_of_turns, write_turns
 from tests.launch import REPO, end, launch, torchrun
 
 pytestmark = pytest.mark.timeout(900)
@@ -194,6 +194,28 @@ def check_by_transformers(path: Path, tensors: dict[str, Tensor]) -> None:
                 planted += 1
                 assert gap[later].max() > 100 * BOUND
     assert planted > 10
+
+
+@full
+def test_an_agent_is_trained_by_its_own_calls(place: Path) -> None:
+    """What it is answered is what is sampled, and what is trained is that alone."""
+    (place / "agent.py").write_text(AGENT)
+    tasks = [{"word": word, "answer": word[-1]} for word in ("ab", "bc", "cd", "de", "ef", "fg")]
+    (place / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    agent = f"{sys.executable} {place}/agent.py {{word}}"
+    record = [sys.executable, str(REPO / "tools" / "record_agent.py"), "--agent", agent]
+    subprocess.run([*record, "--out", place / "rows", place / "tasks.jsonl"], check=True, cwd=REPO)
+    run_dir = place / "agent"
+    data = [f"data.{name}={place}/rows/rows.jsonl" for name in ("train", "eval")]
+    more = ("env=agent", f"env.agent='{agent}'", *data, "data.drop_eval_overlap=false")
+    more += ("trainer.num_steps=2", "nonfinite.bundle_step=1")
+    launch("megatron_rl.train", 2, overrides(place, run_dir, *SETTINGS, *more), 400)
+    for row in [row for row in rows(run_dir) if row["step"]]:
+        assert row["mismatch/logprob_abs_diff_max"] <= BOUND
+        assert row["environment/turns"] > 1 and row["reward/excluded_share"] == 0
+        assert row["environment/ended_by/done"] > 0
+    (file,) = (run_dir / "nonfinite" / "step_000001").rglob("batch.safetensors")
+    check_by_transformers(place / "model", load_file(file))
 
 
 def killed_in_a_call(place: Path, number: int, *more: str) -> None:

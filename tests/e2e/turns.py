@@ -44,8 +44,20 @@ class Letters(Environment):
                 (place / "hangs").touch()
                 time.sleep(60)
 '''
+# Asks three times, and knows nothing of this package.
+AGENT = """
+import json, os, sys, urllib.request
+
+messages = [{"role": "user", "content": sys.argv[1]}]
+for turn in range(3):
+    address = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = json.dumps({"messages": messages}).encode()
+    answer = json.load(urllib.request.urlopen(urllib.request.Request(address, body)))
+    text = answer["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": text}]
+    messages += [{"role": "user", "content": "a" + text[:3]}]
+"""
 SETTINGS = (
-    "env.name=letters",
     "rollout.max_prompt_tokens=8",
     "rollout.max_response_tokens=48",
     "batch.responses_per_prompt=4",
@@ -69,4 +81,5 @@ def write_turns(folder: Path) -> Path:
 
 def words_of_turns(folder: Path, run_dir: Path, *more: str) -> list[str]:
     """The words behind ``megatron_rl.train``."""
-    return ["--plugin", str(folder / "letters.py"), *overrides(folder, run_dir, *SETTINGS, *more)]
+    letters = ["--plugin", str(folder / "letters.py")]
+    return [*letters, *overrides(folder, run_dir, "env.name=letters", *SETTINGS, *more)]

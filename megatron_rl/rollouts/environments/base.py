@@ -59,6 +59,8 @@ class EnvironmentSettings:
     sandbox: str
     servers: tuple[str, ...] = ()
     corpus: str = ""
+    agent: str | None = None
+    max_turns: int = 8
 
 
 class Environment:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -22,18 +21,9 @@ from mcp_types import INVALID_PARAMS
 
 from megatron_rl.errors import concerning, first_line
 from megatron_rl.rollouts.environments.base import ToolFailure
+from megatron_rl.rollouts.environments.child import words_of_child
 
 Schema = Mapping[str, Any]
-
-# Runs a server that ends with its worker, even where that is killed (PR_SET_PDEATHSIG), and may
-# compute longer than a worker may for one answer.
-_ENDS_WITH_PARENT = (
-    "import ctypes, os, resource, signal, sys\n"
-    "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
-    "limit = resource.getrlimit(resource.RLIMIT_CPU)[1]\n"
-    "resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))\n"
-    "os.execvp(sys.argv[1], sys.argv[1:])"
-)
 
 
 class McpServer:
@@ -45,7 +35,7 @@ class McpServer:
 
     def __init__(self, spec: str, timeout_s: float) -> None:
         """``timeout_s``: of one request. Raises what the library raises where it cannot connect."""
-        words = [sys.executable, "-ISc", _ENDS_WITH_PARENT, *shlex.split(spec)]
+        words = words_of_child(*shlex.split(spec))
         target = StdioServerParameters(command=words[0], args=words[1:])
         is_address = spec.startswith(("http://", "https://"))
         client = Client(spec if is_address else target, read_timeout_seconds=timeout_s)

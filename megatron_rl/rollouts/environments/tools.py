@@ -64,6 +64,10 @@ def read_calls(text: str) -> list[Call]:
     return [_read(match[1]) for match in _CALL.finditer(text)]
 
 
+def without_calls(text: str) -> str:
+    return _CALL.sub("", text).strip()
+
+
 def _read(text: str) -> Call:
     try:
         found = json.loads(text)

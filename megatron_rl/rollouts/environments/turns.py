@@ -227,7 +227,15 @@ def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | 
         config.reward.sandbox,
         env.servers,
         env.corpus or "",
+        env.agent,
+        env.max_turns,
     )
+    data = config.data
+    if env.agent is not None and (data.system_prompt or data.prompt_prefix or data.prompt_suffix):
+        raise ValueError(
+            "env.agent: data.system_prompt, data.prompt_prefix and data.prompt_suffix would change"
+            " the prompt that the agent has asked; leave them empty"
+        )
     if not config.data.apply_chat_template:
         raise ValueError(
             f"env.name = {env.name}: with data.apply_chat_template = false no message has an end;"

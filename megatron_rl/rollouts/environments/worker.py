@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import megatron_rl.rollouts.environments.tools  # noqa: F401 (registers the package's own)
+import megatron_rl.rollouts.environments.agent
+import megatron_rl.rollouts.environments.tools  # noqa: F401 (both register the package's own)
 from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.workers.messages import PoolSetup, reason
 from megatron_rl.rewards.workers.response_verifier import (

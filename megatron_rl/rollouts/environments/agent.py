@@ -1,0 +1,320 @@
+"""``env=agent``: a program that talks to an OpenAI-compatible server, and knows of no training.
+
+The program is started anew for each response, and its requests for chat completions are answered
+by the turns of that response. Its first request must be the prompt of the row, and each other one
+the conversation so far with new messages behind it: what was sampled is then never encoded again
+(``rendering``). ``tools/record_agent.py`` makes such rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import os
+import queue
+import shlex
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import shortened
+from megatron_rl.rewards.base import Task
+from megatron_rl.rollouts.environments.base import (
+    Done,
+    Environment,
+    EnvironmentSettings,
+    Message,
+    register_environment,
+)
+from megatron_rl.rollouts.environments.child import words_of_child
+from megatron_rl.rollouts.environments.tools import read_calls, without_calls
+
+MODEL = "policy"  # by which it may ask
+_UNANSWERED_S = 600.0  # after which a request whose response has been ended elsewhere is dropped
+_LOOK_S = 0.005  # how often is looked whether a program has ended
+# What a request may not ask: it would be answered as if it had not. Sampling is the run's.
+_UNSUPPORTED = ("stop", "logprobs", "functions", "response_format")
+_SHOWN = 200
+_READ_BYTES = 1 << 16  # of its output, at the end
+_AGENTS: weakref.WeakValueDictionary[str, AgentProcess] = weakref.WeakValueDictionary()  # by key
+
+
+class AgentError(ValueError):
+    """A program whose requests cannot be the turns of one response."""
+
+
+class AgentProcess:
+    """A running agent. ``stop`` ends it."""
+
+    def __init__(self, command: str, task: Mapping[str, Any], seed: int) -> None:
+        """``{NAME}`` in a word of ``command`` is that field of ``task``, which the program also
+        finds on its standard input, as JSON."""
+        self.requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.answers: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()  # None: no more
+        self.is_asking = asyncio.Lock()
+        key = f"agent-{id(self):x}"
+        _AGENTS[key] = self
+        self._loop, port = _server()
+        address = f"http://127.0.0.1:{port}/{key}/v1"
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(json.dumps(task, default=str).encode())
+            stdin.seek(0)
+            # Closed with this object: read behind the end of the program.
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+            self._process = subprocess.Popen(
+                words_of_child(*(_filled(word, task) for word in shlex.split(command))),
+                stdin=stdin,
+                stdout=self._output,
+                stderr=self._errors,
+                env={
+                    **os.environ,
+                    "OPENAI_BASE_URL": address,
+                    "OPENAI_API_BASE": address,  # its older name
+                    "OPENAI_API_KEY": key,
+                    "AGENT_SEED": str(seed),
+                },
+            )
+
+    def asked(self, timeout_s: float = math.inf) -> dict[str, Any] | None:
+        """Its next request; None: it has ended. Raises TimeoutError."""
+        ends_at = time.monotonic() + timeout_s
+        while time.monotonic() < ends_at:
+            has_ended = self._process.poll() is not None  # before: what it has asked comes first
+            try:
+                return self.requests.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if has_ended:
+                    return None
+        raise TimeoutError
+
+    def answer(self, message: Mapping[str, Any] | None) -> None:
+        self._loop.call_soon_threadsafe(self.answers.put_nowait, message)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self.answer(None)
+
+    def ending(self) -> tuple[int, str, str]:
+        """Of one that has ended: its exit status, and the last lines of its output and errors."""
+        texts = []
+        for file in (self._output, self._errors):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            texts.append(lines[-1] if lines else "")
+        return self._process.wait(), texts[0], texts[1]
+
+
+def _filled(word: str, task: Mapping[str, Any]) -> str:
+    for name, value in task.items():
+        word = word.replace(f"{{{name}}}", str(value))
+    return word
+
+
+@functools.cache
+def _server() -> tuple[asyncio.AbstractEventLoop, int]:
+    """That of this process, opened behind the fork of a worker: its loop and its port. One thread
+    for all: many would take the address space that a worker may have."""
+    from aiohttp import web  # by vLLM; half a second, for runs with agents alone
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def complete(request: web.Request) -> web.Response:
+        agent, message = _AGENTS.get(request.match_info["key"]), None
+        asked = await request.json()
+        if agent is not None:
+            async with agent.is_asking:
+                agent.requests.put(asked)
+                with suppress(TimeoutError):
+                    message = await asyncio.wait_for(agent.answers.get(), _UNANSWERED_S)
+        if message is None:
+            return web.json_response({"error": {"message": "the response was ended"}}, status=409)
+        text = json.dumps(_completion(message, streams=bool(asked.get("stream"))))
+        if not asked.get("stream"):
+            return web.Response(text=text, content_type="application/json")
+        # In one event: an answer is complete before it is here.
+        events = f"data: {text}\n\ndata: [DONE]\n\n"
+        return web.Response(text=events, content_type="text/event-stream")
+
+    async def opened() -> int:
+        app = web.Application(client_max_size=1 << 30)
+        at = "/{key}/v1"
+        app.add_routes(
+            [web.get(f"{at}/models", models), web.post(f"{at}/chat/completions", complete)]
+        )
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return int(runner.addresses[0][1])
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop, asyncio.run_coroutine_threadsafe(opened(), loop).result()
+
+
+def _completion(message: Mapping[str, Any], *, streams: bool) -> dict[str, Any]:
+    reason = "tool_calls" if "tool_calls" in message else "stop"
+    kind, key = "chat.completion", "message"
+    if streams:
+        kind, key = "chat.completion.chunk", "delta"
+        calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", ()))]
+        message = {**message, "tool_calls": calls}
+    choices = [{"index": 0, key: message, "finish_reason": reason}]
+    return {"id": "turn", "object": kind, "created": 0, "model": MODEL, "choices": choices}
+
+
+def answer_of(text: str, turn: int) -> dict[str, Any]:
+    """The message of an assistant, with the calls of a turn as fields; one that cannot be read
+    stays in its text.
+
+    Example: ``answer_of("So: <tool_call>...", 2)`` has the content ``So:`` and a call ``call_2_0``.
+    """
+    calls = read_calls(text)
+    if not calls or any(call.problem for call in calls):
+        return {"role": "assistant", "content": text}
+    told = [
+        {
+            "id": f"call_{turn}_{number}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for number, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": without_calls(text) or None, "tool_calls": told}
+
+
+def _meaning(message: Mapping[str, Any]) -> list[Any]:
+    """What must be equal in two messages; programs leave out and add fields that are empty."""
+    calls = [one["function"] for one in message.get("tool_calls") or ()]
+    return [
+        message.get("role"),
+        words_of_content(message.get("content")),
+        [(one["name"], json.loads(one["arguments"] or "{}")) for one in calls],
+    ]
+
+
+def words_of_content(content: Any) -> str:
+    """A content is a text, parts that are texts, or absent."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(part["text"] for part in content)
+
+
+@register_environment("agent")
+class Agent(Environment):
+    starts_processes = True
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        super().__init__(settings)
+        self._tools = self.functions(settings)
+        self._turn = 0
+
+    @classmethod
+    def functions(cls, settings: EnvironmentSettings) -> Sequence[Mapping[str, Any]]:
+        schemas: list[Mapping[str, Any]] = []
+        for file in settings.tools:
+            schemas += json.loads(Path(file).read_text("utf-8"))
+        return schemas
+
+    @classmethod
+    def num_calls(cls, text: str) -> int:
+        return len(read_calls(text))
+
+    @classmethod
+    def refusal(cls, settings: EnvironmentSettings) -> str | None:
+        if settings.agent is None:
+            return "env.agent = null: give the command of the program"
+        absent = [file for file in settings.tools if not Path(file).is_file()]
+        if absent:
+            return f"env.tools = {absent[0]}: with env=agent a JSON file of schemas; there is none"
+        return None
+
+    def start(self, task: Task, seed: int) -> None:
+        """Raises AgentError for a row that was not recorded."""
+        missing = {"messages", "task"} - task.extra.keys()
+        if missing:
+            raise AgentError(
+                f"{task.uid}: its extra has no {min(missing)}; make rows by tools/record_agent.py"
+            )
+        assert self.settings.agent is not None, "see refusal"
+        self._known: list[Mapping[str, Any]] = list(task.extra["messages"])
+        self._agent = AgentProcess(self.settings.agent, task.extra["task"], seed)
+        weakref.finalize(self, self._agent.stop)
+        self._asked = self._next()
+
+    def step(self, text: str, seed: int) -> Sequence[Message] | Done:
+        if self._asked is None:
+            raise AgentError(f"the agent ended without a request: {self._ended()}")
+        if not self._turn and [*map(_meaning, self._asked)] != [*map(_meaning, self._known)]:
+            raise AgentError(
+                f"the agent asks {shortened(str(self._asked), _SHOWN)}, where the prompt of its row"
+                f" is {shortened(str(self._known), _SHOWN)}; record the rows again"
+            )
+        answer = answer_of(text, self._turn)
+        self._known = [*self._asked, answer]
+        self._turn += 1
+        self._agent.answer(answer)
+        self._asked = self._next()
+        if self._asked is None:
+            return self._finished()
+        if self._turn == self.settings.max_turns:
+            self._agent.stop()  # the response ends here, whatever was asked
+        return self._added(self._asked)
+
+    def _next(self) -> list[Mapping[str, Any]] | None:
+        """The messages of the next request; None: the program has ended. Raises AgentError for one
+        that asks what is not done here."""
+        request = self._agent.asked()
+        if request is None:
+            return None
+        unsupported = [key for key in _UNSUPPORTED if request.get(key)]
+        if request.get("n") not in (None, 1):
+            unsupported.append("n")
+        if request.get("tool_choice") not in (None, "auto"):
+            unsupported.append("tool_choice")
+        if unsupported:
+            raise AgentError(f"the agent sets {', '.join(unsupported)}, which is not supported")
+        if (request.get("tools") or []) != self._tools:
+            raise AgentError("the agent has other tools than env.tools; record its rows again")
+        return list(request["messages"])
+
+    def _added(self, asked: list[Mapping[str, Any]]) -> list[Message]:
+        """The messages behind the conversation so far."""
+        known, added = asked[: len(self._known)], asked[len(self._known) :]
+        if [*map(_meaning, known)] != [*map(_meaning, self._known)]:
+            raise AgentError(
+                "the agent changes earlier messages, or begins another conversation: one response"
+                " is one conversation, which only grows"
+            )
+        calls = {one["id"]: one["function"]["name"] for one in known[-1].get("tool_calls") or ()}
+        messages = []
+        for one in added:
+            name = calls.get(one.get("tool_call_id"), one.get("name", one["role"]))
+            messages.append(
+                {"role": one["role"], "name": name, "content": words_of_content(one["content"])}
+            )
+        return messages
+
+    def _finished(self) -> Done:
+        """A last line of its output that is a JSON object with a ``reward`` gives it, and parts."""
+        status, said, _ = self._agent.ending()
+        if status:
+            raise AgentError(f"the agent failed: {self._ended()}")
+        try:
+            parts = dict(json.loads(said))
+            return Done(float(parts.pop("reward")), parts)
+        except (ValueError, TypeError, KeyError):
+            return Done()
+
+    def _ended(self) -> str:
+        status, _, errors = self._agent.ending()
+        return f"exit status {status}, {shortened(errors, _SHOWN)}"
