@@ -38,6 +38,7 @@ ENVIRONMENT_READERS = {
     "megatron_rl/runtime/joint_group.py": "what NCCL does at an error, set while a group is made",
     "megatron_rl/sweep.py": "the GPUs of this process, to share them among the runs of a sweep",
     "megatron_rl/sweeping/running.py": "handed on to the runs of a sweep, child processes",
+    "megatron_rl/rollouts/environments/agent.py": "handed on to an agent, a child process",
     "megatron_rl/serve.py": "handed on to the server, a child process",
     "megatron_rl/engine/side_effects.py": (
         "variables that building the vLLM engine changes, to put them back"
