@@ -1,9 +1,9 @@
 """The prompts of ``env=agent``: what a program asks first for each of its tasks.
 
 A line of the file of tasks is one: an object with the ``answer``, which the program is not shown.
-``--out`` gets ``rows.jsonl`` for ``data.train`` or ``data.eval``, and ``tools.json`` for ``env.tools``,
-with the schemas of the tools that it offers. Each program is ended at its first request; no model is
-needed.
+``--out`` gets ``rows.jsonl`` for ``data.train`` or ``data.eval``, and ``tools.json`` for
+``env.tools``, with the schemas of the tools that it offers. Each program is ended at its first
+request; no model is needed.
 """
 
 from __future__ import annotations
