@@ -10,8 +10,6 @@ form one engine, and engines share the prompts. The engine has the device alone:
 rollout.gpu_memory_utilization=0.9. A restarted command samples only what is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ keyword-only arguments as knobs.
 The errors say what the knobs of a choice are, and whose knob a wrong one is.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -6,8 +6,6 @@ decorators of those packages. Installed packages name theirs under the entry poi
 runs of a sweep) are handed ``loaded()`` and import the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

@@ -5,8 +5,6 @@ to other ranks says "collective". No implementation may consume the global rando
 numpy or random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -8,8 +8,6 @@ variants are compared with the baseline over common seeds. The folder of the rep
 without --out, gets report.md, its figures, and index.html: the same page as one file.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

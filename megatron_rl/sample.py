@@ -11,8 +11,6 @@ checkpoint of a run. Without --prompt a run's held-out prompts are asked, and th
 by the run's reward. Under ``torchrun --nproc-per-node N`` the N processes form one engine.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ report: one row a combination, mean and range over the seeds, and the difference
 equal seed with 95 % intervals. Exit code 1 when a run failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

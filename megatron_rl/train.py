@@ -1,7 +1,5 @@
 """torchrun --nproc-per-node N -m megatron_rl.train experiment=NAME key=value ..."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

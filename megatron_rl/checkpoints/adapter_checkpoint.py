@@ -1,7 +1,5 @@
 """Checkpoints that hold adapters alone, read with the weights that they were trained beside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ box, for that is how a distributed optimizer cuts parameters and how any number 
 tensor evenly. The format knows rectangles only, and every range is a few of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

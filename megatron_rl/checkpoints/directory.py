@@ -5,8 +5,6 @@ and digests) that is written last, and renamed. So ``step_000012`` is either who
 afterwards; the manifest tells which.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

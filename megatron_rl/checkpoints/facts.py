@@ -1,7 +1,5 @@
 """What is known of a checkpoint before anything is built: does it fit a run, how large is it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

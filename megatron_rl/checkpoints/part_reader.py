@@ -1,7 +1,5 @@
 """What one rank reads of a checkpoint, straight into tensors that are there."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections import defaultdict

@@ -5,8 +5,6 @@ write the blocks into files, force these to the disk, and leave a receipt that n
 chunk, with digests. A block is used again as soon as it is written.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import queue

@@ -3,8 +3,6 @@
 Source: the checkpoint format of peft 0.21, huggingface.co/docs/peft/developer_guides/checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ Only names that a checkpoint needs pass here; what has passed may then be given 
 read it with any name allowed.
 """
 
-from __future__ import annotations
-
 import enum
 import io
 import pickle

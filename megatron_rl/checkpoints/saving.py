@@ -1,7 +1,5 @@
 """A checkpoint on its way to the disk, from the copied state to the sealed folder."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

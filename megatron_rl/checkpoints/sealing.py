@@ -4,8 +4,6 @@ A part counts when its receipt is there: a file next to the parts, which a rank 
 its files are on the disk. So the manifest names nothing that a crash could still take away.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Names of data in ``data.train`` and ``data.eval``: files, patterns, data sets, tasks."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path

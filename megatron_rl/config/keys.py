@@ -1,7 +1,5 @@
 """Dotted names of settings, and the order of names with numbers in them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Hydra composition -> plain dict -> strict schema, with every error reported at once."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """``model.lora``: which adapters are trained in place of the weights."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt

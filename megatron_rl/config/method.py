@@ -1,7 +1,5 @@
 """A method by the name of its yaml."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_rl.config.load import compose, validate

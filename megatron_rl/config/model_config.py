@@ -1,8 +1,6 @@
 """``config.json`` of a model directory: read, checked, and its sizes in plain numbers; the number
 formats that a configuration names. Without torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

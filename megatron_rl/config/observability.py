@@ -1,7 +1,5 @@
 """The sections that watch a run: logs, traces, and the numbers that warn or stop."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt

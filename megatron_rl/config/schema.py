@@ -4,8 +4,6 @@ Every default lives in ``conf/``, with what the key means; a field here has neit
 have one home. Units are in the names.
 """
 
-from __future__ import annotations
-
 import re
 from datetime import date
 from typing import Annotated, Literal

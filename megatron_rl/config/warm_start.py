@@ -1,7 +1,5 @@
 """``warm_start``: supervised steps before those of the rollouts."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt

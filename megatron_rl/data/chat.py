@@ -1,7 +1,5 @@
 """Rendering of a row's prompt, a text or a conversation, into the text that the model reads."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence

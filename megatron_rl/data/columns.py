@@ -1,7 +1,5 @@
 """The mapping from columns of a file to roles, and what a role makes of the values it finds."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Data sets of the `datasets` library: ``hf:NAME[:CONFIG]:SPLIT``."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

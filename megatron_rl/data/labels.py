@@ -1,7 +1,5 @@
 """The files an entry of ``data.train`` stands for, and the labels in the uids of their rows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An endless, resumable stream of prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections import Counter

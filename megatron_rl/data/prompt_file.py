@@ -3,8 +3,6 @@
 One writes it, all share its pages, and a prompt becomes a Python object when it is asked for.
 """
 
-from __future__ import annotations
-
 import functools
 import pickle
 from collections.abc import Sequence

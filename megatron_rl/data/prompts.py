@@ -3,8 +3,6 @@
 Everything wrong with a source is found here, before any work.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """All data of a run, and what a person should know about it before the run starts."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

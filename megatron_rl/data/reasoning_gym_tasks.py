@@ -1,7 +1,5 @@
 """Generated tasks: ``reasoning_gym:<task>[?key=value&...][+<task>...]``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

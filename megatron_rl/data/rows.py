@@ -1,7 +1,5 @@
 """Rows of a data file, and the one error that lists everything wrong with it."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

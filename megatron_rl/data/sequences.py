@@ -1,7 +1,5 @@
 """Ragged token lists as one flat batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The data of a launch, read and tokenized by one rank of each machine and shared by the others."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The tokenizer of a model directory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The arguments of ``vllm.LLM``, made from ``rollout.*``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

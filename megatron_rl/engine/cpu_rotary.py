@@ -1,7 +1,5 @@
 """A remedy for vLLM's CPU build: rotary embedding of a part of each head."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -10,8 +10,6 @@ runners alone. This one breaks ties, and everything behind it, draws and returne
 finds the tokens that are left out at -inf.
 """
 
-from __future__ import annotations
-
 from abc import ABCMeta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests of vLLM, made from prompts, and checks that no image gets lost on the way."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """What must hold before an engine can be built (the version of vLLM, the allocator's settings), and
 what vLLM says when it cannot be, in the words of this configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

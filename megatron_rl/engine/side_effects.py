@@ -1,8 +1,6 @@
 """What importing, building and running vLLM does to the process around it, prepared and undone:
 its environment, its CUDA streams, its segments of shared memory."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

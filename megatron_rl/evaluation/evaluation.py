@@ -1,8 +1,6 @@
 """Held-out prompts are answered by weights on the disk, through the engine and without a policy;
 the folder that keeps the responses."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import deque

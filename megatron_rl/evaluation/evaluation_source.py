@@ -1,7 +1,5 @@
 """The inputs of an evaluation: weights, settings, and the folder of results."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

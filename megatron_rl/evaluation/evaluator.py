@@ -1,7 +1,5 @@
 """Held-out evaluation with the rollout engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """The sampling hooks of the package: vcrl, dars, erpo. ``examples/plugins/sampling_hooks.md`` says
 what of them no public source pins."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ arguments after the star are knobs, whose types and defaults become the schema o
 ``examples/plugins``). They raise RegistrationError where the name is taken or a knob has no type.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """A method: named choices of one yaml, composed into credit and loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 

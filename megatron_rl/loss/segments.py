@@ -1,7 +1,5 @@
 """Reductions over ragged segments of a flat vector: responses of a prompt, tokens of a response."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

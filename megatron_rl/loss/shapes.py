@@ -1,7 +1,5 @@
 """Shapes and dtypes that recur in signatures; tests execute them."""
 
-from __future__ import annotations
-
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 

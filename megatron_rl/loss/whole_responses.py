@@ -1,7 +1,5 @@
 """Order statistics of the loss tokens of each response, wherever its tokens lie."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

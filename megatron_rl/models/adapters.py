@@ -5,8 +5,6 @@ fuses projections into one layer. The update of a weight is ``scale * B @ A``.
 Source: Hu et al. 2021, arXiv:2106.09685; rsLoRA: Kalajdzievski 2023, arXiv:2312.03732.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

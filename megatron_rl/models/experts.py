@@ -4,8 +4,6 @@ Of each token ``layers x k`` numbers, of the layers that have experts: of one by
 a model has more than 255 experts. A token whose bytes are all 255 brings none: its router chooses.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from jaxtyping import Int, UInt8

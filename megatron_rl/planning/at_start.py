@@ -1,7 +1,5 @@
 """The memory plan at the start of a run: logged, and enforced, before anything is built."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ Weights are in ``rollout.dtype``; with ``rollout.quantization`` the matrices of 
 byte a number.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

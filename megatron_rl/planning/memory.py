@@ -6,8 +6,6 @@ them in FP8. On the host of a CUDA device, page-locked copies of the policy coun
 made in blocks that lose less than 128 KiB for each tensor.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

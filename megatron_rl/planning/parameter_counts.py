@@ -1,7 +1,5 @@
 """Parameter counts of a rank over the parameter map: exact, and without a tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple

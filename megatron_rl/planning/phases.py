@@ -1,8 +1,6 @@
 """The phases of a step, the memory that each needs on a rank, and what to change where it does not
 fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal

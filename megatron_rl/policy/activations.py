@@ -1,7 +1,5 @@
 """What a layer keeps for its backward, and which of its modules are run again there instead."""
 
-from __future__ import annotations
-
 from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.models import Architecture

@@ -7,8 +7,6 @@ on every rank, but under sequence parallelism, where each rank sees its own toke
 the gradients of parameters that say ``sequence_parallel``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The facts of this machine on which the number format of the policy depends."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

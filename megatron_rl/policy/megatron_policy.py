@@ -1,7 +1,5 @@
 """The policy: a HF model trained by megatron-core."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """megatron-core model chunks of an architecture, which end in hidden states."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Refuses weights that are NaN or infinite before they leave the policy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

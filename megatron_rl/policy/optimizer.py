@@ -1,7 +1,5 @@
 """AdamW through megatron's optimizers, its learning rate, and the rule for non-finite gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

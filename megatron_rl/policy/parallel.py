@@ -1,7 +1,5 @@
 """Process groups of the policy: megatron's parallel state, and this process's place in it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Names replaced inside megatron-core, each with its reason: most do not work without CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Number formats of parameters, gradients, optimizer states and the layers' matrix products."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

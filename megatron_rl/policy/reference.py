@@ -1,7 +1,5 @@
 """The starting weights: kept on the host, and swapped in for the passes that need them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

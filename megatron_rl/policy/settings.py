@@ -1,7 +1,5 @@
 """How a policy works through batches: what is fixed when it is built."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_rl.protocols import ImageProcessor

@@ -1,7 +1,5 @@
 """Teachers: frozen models beside the policy, of its vocabulary and of any size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ While a step is at work its portions lie in ``step_000020.parts``, each of them 
 start after a kill asks only what is missing. The last portion makes them one file.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain

@@ -4,8 +4,6 @@ They hold the mean 95 times in 100 for values that are about normal, and for man
 bootstrap is no alternative: of five values it holds the mean about 84 times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, sqrt

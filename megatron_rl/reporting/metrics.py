@@ -1,7 +1,5 @@
 """The metrics of a run: every key of metrics.jsonl, with its meaning and unit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Reading ``metrics.jsonl``, and the keys of pass@k in it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run as a table of text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Files of one JSON object a line, each with its ``step``, over several starts of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

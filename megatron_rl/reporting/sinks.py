@@ -1,7 +1,5 @@
 """Destinations of metrics: metrics.jsonl and the console. Only rank 0 writes."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -3,8 +3,6 @@
 A start that resumes continues the run that a tracker has: its id is in ``run_dir/trackers.json``.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

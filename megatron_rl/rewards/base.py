@@ -3,8 +3,6 @@
 Nothing here imports torch: these classes are used in worker processes, which must start quickly.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Accuracy is given by a verifier or the user's function, format by a regular expression.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Options of multiple-choice questions by their letters; other answers as mathematics or names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -30,8 +30,6 @@ searches the interpreter it shares with them for the channel of answers, can pas
 comparisons with literals, or as input and output, where that matters.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The answer is the expected text, letter for letter, but for white space around it."""
 
-from __future__ import annotations
-
 from megatron_rl.rewards.base import Task, Verdict, Verifier
 from megatron_rl.rewards.registry import register_verifier
 

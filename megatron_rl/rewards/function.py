@@ -33,8 +33,6 @@ logged as ``reward/part/NAME``. It may be ``async def``.
   train on nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ that; here its timers are off, and the limits of the worker hold
 (``megatron_rl.rewards.workers.worker``).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import re

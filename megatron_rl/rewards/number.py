@@ -1,7 +1,5 @@
 """The last number of the answer is the expected one (the convention of GSM8K)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from decimal import Decimal

@@ -9,8 +9,6 @@ the others (look-around, back references, flags) stay with ``re`` and are stoppe
 ``reward.timeout_s``.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from re import _parser as parser  # type: ignore[attr-defined]

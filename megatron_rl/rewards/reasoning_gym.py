@@ -1,7 +1,5 @@
 """Tasks of the reasoning-gym package, judged by its own scorers."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence

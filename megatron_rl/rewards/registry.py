@@ -14,8 +14,6 @@ Workers import the same plug-ins. A class with more to it (checks of the prompts
 derives from ``Verifier``.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -1,7 +1,5 @@
 """From a configuration to the source of responses, and to the sampler of its evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

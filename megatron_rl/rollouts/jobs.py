@@ -1,7 +1,5 @@
 """What is to be generated: the steps of a run, or answers to some prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ A digest proves that the bytes arrived. What an engine makes of them (fused, pac
 copies) shows only in its numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """What follows when the responses of a step are there, wherever they come from: hooks, the log."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The prompts of a run by their number in the stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards while others generate: no engine waits for a slow verifier."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple

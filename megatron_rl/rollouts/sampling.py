@@ -1,8 +1,6 @@
 """How a response is sampled: one function of its step, its prompt and the version of the weights,
 wherever and whenever it is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 

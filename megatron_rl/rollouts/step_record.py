@@ -14,8 +14,6 @@ It takes 8 bytes a token and about 100 a response. ``source.record_gib`` bounds 
 oldest steps go.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

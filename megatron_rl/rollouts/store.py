@@ -1,7 +1,5 @@
 """The tokens of responses that no step has trained, on the rank that has them."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models of the Hugging Face hub: a name becomes a local folder, of one commit in a whole run."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """Checks before policy and engine are built: folder, disk space, checkpoint, keys."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

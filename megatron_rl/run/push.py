@@ -1,7 +1,5 @@
 """A push of the export of a finished run to the Hugging Face hub, with a model card."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -5,8 +5,6 @@ where it runs, how it is laid out over processes, what is watched, logged, evalu
 other key must stay as it was. Model and data are compared by content, so that they may move.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import subprocess

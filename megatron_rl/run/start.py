@@ -1,8 +1,6 @@
 """The resume point of a run: its checkpoint, whether it is the same run, or whether it is over; its
 best score and its settings, for programs that ask a model without training it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

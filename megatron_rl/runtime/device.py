@@ -5,8 +5,6 @@ below replace them, outside nothing is changed (other libraries of the process p
 same names for themselves). On a machine with CUDA nothing is ever replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Digests of tensors: two copies of a weight are the same when their digests are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Disk space: how much is free, and whether a write failed because there was none."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -5,8 +5,6 @@ one when a phase begins, and one every ``_LOG_EVERY_S`` seconds of a long genera
 shows anything.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

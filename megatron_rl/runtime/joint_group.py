@@ -1,8 +1,6 @@
 """One process group over processes that were not launched together: the ranks of a trainer and the
 workers of its servers."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import hmac

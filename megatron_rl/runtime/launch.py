@@ -3,8 +3,6 @@
 These carry objects and flags, apart from the groups of training.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Memory of this process and of its device."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A pickle runs any program that its sender chooses. Between a trainer and the wor
 only text, numbers and lists are sent.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

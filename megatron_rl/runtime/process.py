@@ -4,8 +4,6 @@ It may open as many files as the system lets it, it ends with its torchrun, it e
 SIGTERM, and its errors are reported once (``runtime/guard/failure.py``).
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Traces of chosen steps, a file a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

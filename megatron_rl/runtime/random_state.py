@@ -3,8 +3,6 @@
 They are saved in checkpoints, and kept across code that seeds them or draws from them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ gone. A removed file means to the server that it is not needed any more.
 know it. Only processes that can read the folder can take part.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import math

@@ -5,8 +5,6 @@ again below a traceback of its own. Here that is left out. What no rank could sa
 by a signal, is shown by torchrun as ever.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 number of tokens, and what has not ended continues in the next one.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

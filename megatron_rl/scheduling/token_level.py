@@ -27,8 +27,6 @@ Invariants, checked after random events: a group is trained once, whole, and no 
 from lengths and verdicts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -17,8 +17,6 @@ once. How many are sampled ahead changes the cost of a step, not its groups: wha
 last one is dropped, and its prompts are the first of the next step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

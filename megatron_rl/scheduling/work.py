@@ -13,8 +13,6 @@ Invariants of ``WorkQueue``, which ``tests/unit/scheduling`` checks after random
 3. A worker runs requests of its own weight version alone (``exact``), or of no newer one.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Collection, Iterable

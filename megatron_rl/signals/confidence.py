@@ -1,7 +1,5 @@
 """How sure the old policy is of what it finds least likely of a prompt and of a response."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

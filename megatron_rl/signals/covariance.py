@@ -1,7 +1,5 @@
 """Which tokens of a minibatch have a large covariance of logprob and advantage."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The tokens of a minibatch where the policy is most uncertain."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the rewards of each prompt were when it was visited before."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How likely a teacher finds the responses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

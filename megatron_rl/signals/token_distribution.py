@@ -1,7 +1,5 @@
 """What the pass of an update tells of the distribution of each token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

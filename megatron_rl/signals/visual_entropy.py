@@ -1,8 +1,6 @@
 """Visual entropy of the prompts' images under the policy's own tower, as it was at the start: how
 complex an image looks to a frozen vision encoder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

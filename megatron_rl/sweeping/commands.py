@@ -1,7 +1,5 @@
 """The command that starts one run here, and the one that gives runs to Slurm."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

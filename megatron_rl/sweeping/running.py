@@ -1,8 +1,6 @@
 """Runs on this machine, several at a time: started, watched, stopped together; the share of the
 machine that each gets, and a short reason where one fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

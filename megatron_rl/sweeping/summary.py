@@ -1,7 +1,5 @@
 """The table at the end of a sweep: that of a report, for the console."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """The trials of a sweep: one combination of overrides each, with a folder name and its checked
 configuration."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

@@ -1,8 +1,6 @@
 """Is training still sane? Judges every optimizer step and the agreement of sampler and trainer, and
 stops a run that is not."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The learning half of a step: from the responses of a rollout to optimizer steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

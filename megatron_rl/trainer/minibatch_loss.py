@@ -1,7 +1,5 @@
 """From the flat token layout to ``Method.loss``: the loss of one optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ mixes the groups anew. Rows that it wants elsewhere are copied for that update, 
 That keeps every pass balanced by its own plan, and costs at most 16 bytes for a token and pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """The training loop. Readable top to bottom: run() is a run, step() is a step."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

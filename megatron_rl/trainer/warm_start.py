@@ -1,8 +1,6 @@
 """A warm start: supervised steps before those of the rollouts. Where their responses come from, and
 who learns from them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

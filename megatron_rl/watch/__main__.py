@@ -6,8 +6,6 @@ It only reads the folder of the run. Ctrl-C ends it, not the run; into a file or
 once.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

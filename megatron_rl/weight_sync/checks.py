@@ -1,7 +1,5 @@
 """The weights received are those that were sent: compared on every rank."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain

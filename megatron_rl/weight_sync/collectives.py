@@ -4,8 +4,6 @@ Other ranks may be workers of a server that was started separately, so values ar
 a schema (``runtime/plain_data.py``), never pickles.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """How far a weight sync got: the same stages for every way to sync, and their words in messages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

@@ -4,8 +4,6 @@ needs.
 Simple, and the reference for any faster one.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator

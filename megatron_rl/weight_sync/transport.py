@@ -1,7 +1,5 @@
 """Carries out a program: local copies, and point-to-point messages with bounded staging memory."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

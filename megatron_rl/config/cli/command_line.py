@@ -3,8 +3,6 @@
 Composition is Hydra's, starting runs is not: see ``conf/README.md``.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Keys of other systems with their names here, and what this project does not support."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

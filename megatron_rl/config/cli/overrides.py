@@ -1,7 +1,5 @@
 """Overrides in Hydra's grammar: how a value is written as one, and what is wrong with one."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The parser of a program's command line."""
 
-from __future__ import annotations
-
 import argparse
 
 

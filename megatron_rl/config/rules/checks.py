@@ -1,7 +1,5 @@
 """Checks that need more than one key: sizes that must divide, paths that must exist."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Checks of what an engine needs that answers prompts, with or without a policy next to it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ The command line, the memory plan and the policy ask here, so that they cannot d
 and vLLM check most of this again, one rule at a time, after processes and groups have started.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """The teachers of ``model.teacher``, and which go with a model and a method."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

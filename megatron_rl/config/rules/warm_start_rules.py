@@ -1,7 +1,5 @@
 """Which settings go with a warm start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_rl.config.data_names import data_problems

@@ -1,7 +1,5 @@
 """Images of a row: the files behind a column, and their places in the prompt."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

@@ -1,7 +1,5 @@
 """Images of which patches are hidden."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Images of prompts as a vision tower takes them: sizes from headers, pixels on demand."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path

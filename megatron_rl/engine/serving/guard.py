@@ -7,8 +7,6 @@ weights or to run a function in its workers are open. This closes them, with the
         --middleware megatron_rl.engine.serving.guard.RequireSecret
 """
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any

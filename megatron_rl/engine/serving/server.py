@@ -1,8 +1,6 @@
 """A stock vLLM server whose answers are those of the engine inside a trainer: its command line, and
 its process. ``megatron_rl.serve`` runs one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """An engine that is built without weights, and whether the first weight sync fills it."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ No table of architectures: whatever slices the loader cuts and wherever it copie
 tensor without data carry their offset, shape and strides all the same, and a shard is no more.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping

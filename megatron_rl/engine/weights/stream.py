@@ -1,8 +1,6 @@
 """What the engine expects to receive in a weight update, and a stream that refuses anything
 else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ every worker. An update replaces the weights while the engine is paused; or it s
 to those, in a thread, while the engine samples, and another one puts them in place.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator

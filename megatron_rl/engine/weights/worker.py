@@ -1,7 +1,5 @@
 """Runs inside the engine's worker: the receiving end of a weight update."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ divisor; divisors that can only be 0 in closed form (tree, pass_at_k) are guarde
 An estimator is one function here: inputs before the star, knobs after it (see ``choices.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """What estimators and shapers read: the responses of a rollout step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ variance of their rewards, merged visit by visit. All is computed in float64, so
 checkpoint holds is resumed exactly.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """How sure a policy is of what it finds least likely."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float
 from torch import Tensor

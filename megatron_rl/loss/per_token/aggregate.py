@@ -4,8 +4,6 @@ All denominators are those of the whole minibatch (one optimizer step, all ranks
 contributions of micro-batches and ranks only have to be added.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

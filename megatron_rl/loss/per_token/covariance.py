@@ -6,8 +6,6 @@ first backward (``signals/covariance.py``), by their places among all tokens of 
 for every layout and cut into micro-batches. Source: arXiv 2505.22617 eq. 10.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -1,7 +1,5 @@
 """A pull of the entropy of uncertain tokens to what it was at the start of the run."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """KL divergence to the reference: per-token estimators and per-response weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

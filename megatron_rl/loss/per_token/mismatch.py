@@ -4,8 +4,6 @@ Each gives weights of the policy term, detached. gap = old_logprobs - sampler_lo
 is the trainer's old probability of the sampled token over the engine's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

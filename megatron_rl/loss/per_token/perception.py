@@ -1,7 +1,5 @@
 """A pull of the policy away from what it would say of an image that is mostly hidden."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 import torch

@@ -5,8 +5,6 @@ at each token. On policy (rho = 1) each has the gradient of ``reinforce``. A pol
 function here: inputs before the star, knobs after it (see ``choices.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated
 

@@ -5,8 +5,6 @@ those of the current policy, without gradient; a token is gated where its entrop
 quantile of its response.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 

@@ -7,8 +7,6 @@ sampler's. A token outside the region has neither value nor gradient. Without ce
 advantage that is not 0 on average at a prefix pulls the policy towards the sampler at every step.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """A reward that the policy gives itself, by one token after a response, taught by verdicts."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """What policy losses, aggregations and corrections read: the tokens of one micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

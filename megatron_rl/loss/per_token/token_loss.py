@@ -1,7 +1,5 @@
 """From the tokens of a micro-batch to its contribution to the minibatch loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

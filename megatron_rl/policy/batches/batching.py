@@ -1,7 +1,5 @@
 """Packed micro-batches of this rank, made from rows of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

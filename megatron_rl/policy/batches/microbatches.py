@@ -1,7 +1,5 @@
 """One micro-batch as this rank sees it: packed sequences, cut over context-parallel ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

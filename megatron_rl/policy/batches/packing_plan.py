@@ -1,7 +1,5 @@
 """Which rows go through which forward pass: balanced micro-batches under a token budget."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence

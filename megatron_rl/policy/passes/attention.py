@@ -5,8 +5,6 @@ parallelism every sequence is cut into ``2 * ranks`` chunks, of which rank r hol
 number ``2 * ranks - 1 - r``: so causal work is balanced. Keys and values are gathered over ranks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property

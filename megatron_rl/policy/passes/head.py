@@ -1,7 +1,5 @@
 """How hidden states become a distribution over tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What megatron's latent attention lacks for packed sequences, and without Transformer Engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

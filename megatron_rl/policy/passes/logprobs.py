@@ -5,8 +5,6 @@ keeps three or four numbers per token and drops the logits; backward computes ea
 once more, in one reused buffer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

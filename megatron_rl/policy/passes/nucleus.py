@@ -4,8 +4,6 @@ As in ``logprobs.py``, a chunk of logits at a time, by all ranks that hold a par
 a pass of its own, for methods that read it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Micro-batches in which responses to one prompt are neighbors: a forward pass computes the prompt,
 or encodes its images, once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Experts of each token: recorded in one pass of the policy, and taken again in others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

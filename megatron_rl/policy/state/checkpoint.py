@@ -5,8 +5,6 @@ part of what all data-parallel ranks hold. Nothing is gathered to be written. ``
 is the other direction.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ A rank reads its own part of a distributed optimizer, and an even share of what 
 ranks hold, straight into the memory of model and optimizer; then they exchange their shares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports the policy as a HF directory: config.json, safetensors, tokenizer files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 

@@ -5,8 +5,6 @@ pipeline stage. There, the ranks that share it gather their flat shards; the sta
 to the other stages; every rank cuts HF tensors out of it. What to cut is computed once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

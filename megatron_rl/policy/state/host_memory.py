@@ -1,7 +1,5 @@
 """Host memory for copies of what is on the device, in blocks that page-locking does not enlarge."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

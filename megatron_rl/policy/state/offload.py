@@ -1,7 +1,5 @@
 """Offloads weights, gradients and optimizer state; what must come back is kept in pinned memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain

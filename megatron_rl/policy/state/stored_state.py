@@ -1,8 +1,6 @@
 """What of this rank's state a checkpoint holds, where it belongs there, and which part is this
 rank's to write and to read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which weights are trained, frozen, served and saved, and those that leave the policy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

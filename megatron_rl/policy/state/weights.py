@@ -1,7 +1,5 @@
 """Loads this rank's Megatron parameters from HF safetensors, by the shards of parameter_map.py."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

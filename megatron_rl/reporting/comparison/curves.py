@@ -1,7 +1,5 @@
 """Values over steps of a run and of a variant, with gaps where a value is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Figures of variants, in colors that people with defective color vision tell apart."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil

@@ -1,7 +1,5 @@
 """The metrics that figures show, with heading and unit, and their drawings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

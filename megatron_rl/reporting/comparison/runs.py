@@ -1,7 +1,5 @@
 """The runs below some folders, as their files tell."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence

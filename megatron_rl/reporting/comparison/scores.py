@@ -1,7 +1,5 @@
 """Scores and costs of variants, and differences to the baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite

@@ -1,7 +1,5 @@
 """The tables of a comparison, before they become Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10

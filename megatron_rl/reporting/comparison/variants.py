@@ -1,7 +1,5 @@
 """Runs that differ in their seed alone form a variant; its label says what sets it apart."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Calls the user's reward function inside its worker, and checks what it returns."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set

@@ -4,8 +4,6 @@ Requests are pickled: they hold the run's own data, a response only as text. A w
 foreign code, answers in JSON, a list of replies a line.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

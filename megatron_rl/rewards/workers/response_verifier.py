@@ -4,8 +4,6 @@ The answer is cut out of the response and verified; the whole response is matche
 format.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import resource

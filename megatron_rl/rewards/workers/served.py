@@ -4,8 +4,6 @@ They run as a reward function does, in a process of their own beside each rank, 
 under way while responses are generated.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,8 +1,6 @@
 """The trainer's end of a server of workers: it starts the server, asks it for workers, talks to
 them, and kills those that overrun."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

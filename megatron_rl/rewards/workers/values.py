@@ -1,7 +1,5 @@
 """Checks of the values that a user's code returns for a response."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -11,8 +11,6 @@ It is a plain child rather than a ``multiprocessing`` one, which would import th
 module again. It has one thread, so that a fork is safe.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,8 +1,6 @@
 """Engines in the processes of the policy: what they generate, and who has the memory of the device
 that both share."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

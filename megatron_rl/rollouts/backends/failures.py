@@ -1,8 +1,6 @@
 """Which prompts servers fail at, which servers fail at prompts, and how long a request may take, by
 what the others take."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator

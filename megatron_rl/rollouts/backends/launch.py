@@ -2,8 +2,6 @@
 the work. ``scheduling/README.md`` says who agrees with whom, and how; each rank of a replica scores
 its share of what has ended."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A thread with an event loop, to which the main thread hands work over."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """The servers of a run, and what the main thread waits for, as the dispatcher's thread sees it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A rank's part of one generation with the engines of a launch: what runs, where its tokens go."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Sequence

@@ -7,8 +7,6 @@ the trainer waits for it. Where none is left the trainer logs it, leaves a check
 and waits.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

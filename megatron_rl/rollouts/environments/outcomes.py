@@ -1,7 +1,5 @@
 """What an environment makes of a response that has ended a turn, and the tokens of its turns."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

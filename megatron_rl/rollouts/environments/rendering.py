@@ -6,8 +6,6 @@ the next answer. That is well defined where the template writes the same whateve
 and writes what stands before as the model has read it; both are tried when a run starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

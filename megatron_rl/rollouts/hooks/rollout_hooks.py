@@ -1,7 +1,5 @@
 """The rollout hooks of a run (``hooks/base.py``) at work: called, checked, applied."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

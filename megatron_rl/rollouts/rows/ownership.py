@@ -3,8 +3,6 @@
 Every rank knows the lengths of all rows, so every rank knows all of this without being told.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ whoever holds it; these partials are gathered as one table in canonical row orde
 reduced alike on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Responses without a verdict leave a step (``reward.on_problem=exclude``): what follows sees the
 step as if they had not been sampled."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

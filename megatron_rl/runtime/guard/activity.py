@@ -4,8 +4,6 @@ The count tells work that takes long from work that hangs (``runtime/guard/heart
 are free enough for every step of an engine and every micro-batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

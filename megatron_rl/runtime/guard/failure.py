@@ -7,8 +7,6 @@ before its message is out. Errors that only follow from another rank's end (a br
 wait for that rank's message; where none comes, the ranks that are gone are named.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

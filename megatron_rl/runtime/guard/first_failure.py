@@ -5,8 +5,6 @@ there before any rank joins the others, needs no memory, network or thread, and 
 Machines decide it among themselves by the store of the launch, as far as that still answers.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

@@ -14,8 +14,6 @@ written the stacks of its threads before. A launch that is suspended as a whole 
 time is counted in beats of this process, which is suspended as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

@@ -11,8 +11,6 @@ warning), a server that restarts and does not give the lock back, and a folder r
 run.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

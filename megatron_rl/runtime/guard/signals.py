@@ -6,8 +6,6 @@ A Python signal handler does not run while the main thread waits inside a collec
 interpreter writes a byte to a pipe when the signal arrives, and a thread reads that.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

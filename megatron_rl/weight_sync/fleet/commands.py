@@ -1,7 +1,5 @@
 """Commands to a vLLM server over HTTP."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from http.client import (

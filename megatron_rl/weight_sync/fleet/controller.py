@@ -1,8 +1,6 @@
 """Rank 0's part of a sync to servers: it gives commands to all of them at the same time and waits
 for their workers."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import time

@@ -6,8 +6,6 @@ lost in the middle of an update ends it for all; the others are pushed to again,
 it. Where the faulty one is unknown, they are pushed to in halves, and again, until it is alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """The weights of the last versions, kept while the policy trains the next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ want the same of a class are alike, and both are planned once: the cost depends 
 kinds of tensors and of nodes, not on their number. No weight is allocated.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """What is alike is planned once: ranks that have, or want, the same slices play one role, tensors
 that the same roles have and want in the same way form one class."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """When each bucket travels: rounds in which no process sends, or receives, more than one bucket of
 bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Which rank sends what: equal sources share the load, each receiver hears from few of them, and
 ranks without training weights pass on what they get."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Slices of tensors along all axes: intersected, subtracted, cut, and counted without loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
