@@ -7,8 +7,6 @@ logprobs, entropy, loss mask) has this layout, so a token is named by one intege
 holds the tokens of the responses that its data-parallel rank works on, and no others.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """Files of a HF directory: tensors read and written one at a time, config.json, tokenizer files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

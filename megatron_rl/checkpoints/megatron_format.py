@@ -5,8 +5,6 @@ array ``[layers, experts, ...]`` under one key, stored in chunks; a loader takes
 needs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

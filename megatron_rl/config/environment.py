@@ -1,7 +1,5 @@
 """The section ``env``: what answers a response that has ended a turn."""
 
-from __future__ import annotations
-
 from pydantic import PositiveFloat, PositiveInt
 
 from megatron_rl.knobs import Piece

@@ -1,7 +1,5 @@
 """A conversation with a model that uses its tools: what ``megatron_rl.sample --chat`` does."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

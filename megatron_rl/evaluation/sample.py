@@ -1,7 +1,5 @@
 """Answers of a model to some prompts, as text: what ``megatron_rl.sample`` shows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Sampling hooks that train again on right responses of earlier steps: ar3po, exgrpo. What of them
 no public source pins is said in ``examples/plugins/sampling_hooks.md``."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

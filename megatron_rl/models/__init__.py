@@ -1,7 +1,5 @@
 """Model families, one declarative file each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ parameter is a stack of slices of HF tensors along that axis. A rank's shards ar
 the rank's interval.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Calls that take many items at once, in a thread: no engine waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar

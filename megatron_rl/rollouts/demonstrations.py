@@ -6,8 +6,6 @@ where they come from is unknown, so their sampler logprobs mean nothing; those o
 sampling hook remembers are as it was sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any

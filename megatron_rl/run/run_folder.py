@@ -9,8 +9,6 @@ run waits to be resumed; ``failed_host``, the machine on which the last start fa
 next; ``.lock``, held by the live run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

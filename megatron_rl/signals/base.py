@@ -1,7 +1,5 @@
 """What a signal is: a quantity that functions of the loss read by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logprobs of each response: the old policy's, their KL to the reference, how far they moved."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What is known of a step once it is scored."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.loss.segments import group_accuracy

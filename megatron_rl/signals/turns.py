@@ -1,7 +1,5 @@
 """The turns of responses: which follow, and how good each was beside others in its state."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The only factory: a checked configuration becomes the parts of a trainer."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """The planned weight sync: every byte from the training shard that holds it to the place where the
 engine keeps it, once."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Requirements of a configuration on the machine, whose facts are an argument: pure checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Which settings go with a source of rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_rl.config.schema import Config

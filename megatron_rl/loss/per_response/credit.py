@@ -1,7 +1,5 @@
 """From a batch of responses to advantages and KL weights: estimator, then shapers, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Which groups and responses take part, and what is added to rewards before anything is
 estimated."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 import torch

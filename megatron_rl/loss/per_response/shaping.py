@@ -5,8 +5,6 @@ response; omega the mean reward of the batch clipped to [0, 1]. A shaper is one 
 inputs before the star, knobs after it (see ``choices.py``).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import torch

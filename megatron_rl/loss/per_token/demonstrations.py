@@ -4,8 +4,6 @@ As in ``policy_losses.py``: what is minimized at each token, rho = exp(log_ratio
 is a response that came with its prompt.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

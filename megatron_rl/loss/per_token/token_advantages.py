@@ -6,8 +6,6 @@ is one function here: inputs before the star, named after ``Terms``, knobs after
 ``choices.py``).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import torch

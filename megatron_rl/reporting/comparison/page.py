@@ -1,7 +1,5 @@
 """The page of a comparison: ``report.md``, and ``index.html``, the same text as one file."""
 
-from __future__ import annotations
-
 import os
 import re
 from base64 import b64encode

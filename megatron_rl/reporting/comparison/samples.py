@@ -1,7 +1,5 @@
 """A few responses of a run: of its first and last logged step, a right and a wrong one each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

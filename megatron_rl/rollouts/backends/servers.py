@@ -5,8 +5,6 @@ marks servers dead that fail. All of its state belongs to the thread; the method
 ``ServerBackend`` for the main thread hand work over to it and wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence

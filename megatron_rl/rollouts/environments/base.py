@@ -12,8 +12,6 @@ A plug-in (``--plugin my_environment.py``) adds one like this; it is then ``env.
 Nothing here imports torch: environments live in worker processes, which must start quickly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

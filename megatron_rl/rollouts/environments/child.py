@@ -1,7 +1,5 @@
 """Programs that the worker of an environment starts."""
 
-from __future__ import annotations
-
 import sys
 
 # Ends with its worker, even where that is killed (PR_SET_PDEATHSIG), and may compute longer than a

@@ -5,8 +5,6 @@ over its standard streams. Every worker has connections of its own, which all it
 so a tool must give the same answer whatever was called before.
 """
 
-from __future__ import annotations
-
 import functools
 import shlex
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The tool ``search``: BM25 over a local corpus, by the full-text index of SQLite (FTS5)."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

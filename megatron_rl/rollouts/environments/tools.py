@@ -6,8 +6,6 @@ Qwen and Hermes models ask for it. A turn without a call ends the response. What
 why it failed, is a message of the role ``tool``.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

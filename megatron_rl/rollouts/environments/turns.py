@@ -1,7 +1,5 @@
 """The turns of a run's responses: asks their environments, in worker processes, what follows."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

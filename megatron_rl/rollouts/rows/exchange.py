@@ -1,7 +1,5 @@
 """Token rows on their way between ranks: a few flat buffers in place of objects."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 

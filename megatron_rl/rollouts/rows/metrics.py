@@ -1,7 +1,5 @@
 """Step metrics, computed from the parts of a step. ``reporting.metrics`` defines every key."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@ all servers form one process group, under one plan. A byte that several servers 
 trainer once for each chain of nodes, and they pass it on.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,6 @@
 """Shards of many tensors that lie alike, and the strided views of local parameters where they
 live."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
