@@ -65,13 +65,16 @@ def import_model_class(model_path: str) -> None:
     """Imports the class of the model, as this process must. vLLM would ask a process of its own
     first what that class can do, which imports all of vLLM again; once for each cache folder and
     class."""
+    file = Path(model_path) / "config.json"
+    if not file.is_file():  # vLLM says so
+        return
     from vllm.model_executor.models.registry import (
         ModelRegistry,
         _LazyRegisteredModel,
         _RegisteredModel,
     )
 
-    for name in read_json(Path(model_path) / "config.json").get("architectures") or ():
+    for name in read_json(file).get("architectures", ()):
         entry = ModelRegistry.models.get(name)
         if isinstance(entry, _LazyRegisteredModel):
             ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
