@@ -95,6 +95,7 @@ def record(monkeypatch):
         monkeypatch.setattr(engine_module, name, value)
     monkeypatch.setattr(request_tracking, "vllm_sampling", lambda *arguments: None)
     monkeypatch.setattr(engine_module.lazy_loading, "register_loader", lambda: None)
+    monkeypatch.setattr(engine_module, "import_model_class", lambda path: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Llm))
     yield RECORDS[-1]
     RECORDS.pop()
