@@ -173,7 +173,7 @@ class SamplingHook:
 
     def remember(self, found: Sequence[tuple[Prompt, Completion]]) -> None:
         """The right responses that were sampled in the step, once it asks no more, in the form of
-        ``Ask.given``; only of a hook that is registered so."""
+        ``Ask.given``; only where a hook defines it."""
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
@@ -187,10 +187,11 @@ Maker = TypeVar("Maker", bound=Callable[..., SamplingHook])
 
 
 def register_sampling_hook(
-    name: str, *, changes_temperature: bool = False, remembers: bool = False
+    name: str, *, changes_temperature: bool = False
 ) -> Callable[[Maker], Maker]:
-    """A class derived from ``SamplingHook``, or ``f(*, knobs)`` that returns one; what its
-    constructor takes by keyword are its knobs. A run names it, ``rollout_hooks.<name>={}``.
+    """A class derived from ``SamplingHook``, or ``f(*, knobs)`` that returns one, which has no
+    ``remember``; what its constructor takes by keyword are its knobs. A run names it,
+    ``rollout_hooks.<name>={}``.
 
     Raises:
         RegistrationError: the name is taken, or a knob has no type.
@@ -200,6 +201,7 @@ def register_sampling_hook(
         of_class = isinstance(make, type)
         function, positional = (make.__init__, ("self",)) if of_class else (make, ())
         schema = new_schema(ROLLOUT_HOOKS, name, function, positional)
+        remembers = of_class and make.remember is not SamplingHook.remember
         ROLLOUT_HOOKS[name] = HookChoice(make, schema, True, changes_temperature, remembers)
         return make
 

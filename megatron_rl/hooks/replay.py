@@ -49,7 +49,7 @@ class Replay(SamplingHook):
         self.known = {uid: [*map(restored, of_uid)] for uid, of_uid in state["known"].items()}
 
 
-@register_sampling_hook("ar3po", remembers=True)
+@register_sampling_hook("ar3po")
 @dataclass(kw_only=True)
 class Ar3po(Replay):
     """Prompts without a right response are asked again, for as many as in the first stage, until
@@ -81,7 +81,7 @@ class Ar3po(Replay):
         return Resample(asks, metrics=metrics)
 
 
-@register_sampling_hook("exgrpo", remembers=True)
+@register_sampling_hook("exgrpo")
 @dataclass(kw_only=True)
 class Exgrpo(Replay):
     """Beside the prompts of a step, earlier ones that were sometimes right are asked for a response
