@@ -2,8 +2,13 @@
 
 from collections.abc import Iterator
 
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.hooks import ROLLOUT_HOOKS
+
+# The keys of env that one environment and no other reads; a plug-in may read any.
+_READ = {"single": (), "tools": ("tools", "corpus", "servers"), "agent": ("tools", "agent")}
+_OF_ONE = ("tools", "corpus", "servers", "agent")
 
 
 def source_problems(config: Config) -> Iterator[str]:
@@ -14,6 +19,7 @@ def source_problems(config: Config) -> Iterator[str]:
         if ROLLOUT_HOOKS[name].changes_temperature:
             why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
+    yield from _unread(config.env)
     if config.env.has_turns:
         yield from _with_turns(config)
     if config.rollout.anneal.schedule is not None:
@@ -27,6 +33,17 @@ def source_problems(config: Config) -> Iterator[str]:
             f"source.staleness = {config.source.staleness}: colocated engines always sample with"
             " the newest weights; set it to 0, or source=servers"
         )
+
+
+def _unread(env: EnvironmentConfig) -> Iterator[str]:
+    """Keys that the environment would not read."""
+    for key in sorted({*_OF_ONE} - {*_READ.get(env.name, _OF_ONE)}):
+        if getattr(env, key):
+            readers = ", ".join(name for name, keys in _READ.items() if key in keys)
+            yield (
+                f"env.{key} = {getattr(env, key)}: is not read with env.name = {env.name}; leave it"
+                f" out, or set env to one of {readers}"
+            )
 
 
 def _with_turns(config: Config) -> Iterator[str]:

@@ -77,6 +77,9 @@ def test_what_goes_together(overrides):
             ["rollout.top_p=0.9"],
             "rollout.top_p = 0.9, rollout.top_k = -1: the tokens that the sampler keeps travel",
         ),
+        (["env.agent=program"], "env.agent = program: is not read with env.name = single"),
+        ([*TURNS, "env.agent=program"], "is not read with env.name = tools; leave it out, or"),
+        (["env=agent", "env.corpus=f"], "env.corpus = f: is not read with env.name = agent"),
         (
             [*TURNS, *FREE, *CORRECTED],
             "several turns are not built for source.schedule = free",
