@@ -74,7 +74,7 @@ def import_model_class(model_path: str) -> None:
         _RegisteredModel,
     )
 
-    for name in read_json(file).get("architectures", ()):
+    for name in read_json(file).get("architectures") or ():
         entry = ModelRegistry.models.get(name)
         if isinstance(entry, _LazyRegisteredModel):
             ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
