@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import shortened
+from megatron_rl.errors import concerning, shortened
 from megatron_rl.rewards.base import Task
 from megatron_rl.rollouts.environments.base import (
     Done,
@@ -37,6 +37,8 @@ from megatron_rl.rollouts.environments.base import (
 from megatron_rl.rollouts.environments.child import words_of_child
 from megatron_rl.rollouts.environments.tools import read_calls, without_calls
 
+Conversation = Sequence[Mapping[str, Any]]  # messages of a request
+
 MODEL = "policy"  # by which it may ask
 _UNANSWERED_S = 600.0  # after which a request whose response has been ended elsewhere is dropped
 _LOOK_S = 0.005  # how often is looked whether a program has ended
@@ -45,10 +47,6 @@ _UNSUPPORTED = ("stop", "logprobs", "functions", "response_format")
 _SHOWN = 200
 _READ_BYTES = 1 << 16  # of its output, at the end
 _AGENTS: weakref.WeakValueDictionary[str, AgentProcess] = weakref.WeakValueDictionary()  # by key
-
-
-class AgentError(ValueError):
-    """A program whose requests cannot be the turns of one response."""
 
 
 class AgentProcess:
@@ -192,14 +190,14 @@ def answer_of(text: str, turn: int) -> dict[str, Any]:
     return {"role": "assistant", "content": without_calls(text) or None, "tool_calls": told}
 
 
-def _meaning(message: Mapping[str, Any]) -> list[Any]:
-    """What must be equal in two messages; programs leave out and add fields that are empty."""
-    calls = [one["function"] for one in message.get("tool_calls") or ()]
-    return [
-        message.get("role"),
-        words_of_content(message.get("content")),
-        [(one["name"], json.loads(one["arguments"] or "{}")) for one in calls],
-    ]
+def _meaning(messages: Conversation) -> list[Any]:
+    """What must be equal in two conversations; programs leave out and add fields that are empty."""
+    found = []
+    for one in messages:
+        calls = [call["function"] for call in one.get("tool_calls") or ()]
+        named = [(call["name"], json.loads(call["arguments"] or "{}")) for call in calls]
+        found.append((one.get("role"), words_of_content(one.get("content")), named))
+    return found
 
 
 def words_of_content(content: Any) -> str:
@@ -207,6 +205,28 @@ def words_of_content(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     return "".join(part["text"] for part in content)
+
+
+def _added(known: Conversation, asked: Conversation) -> list[Message]:
+    """The messages behind the conversation so far. Raises ValueError where it is another one."""
+    if _meaning(asked[: len(known)]) != _meaning(known):
+        raise ValueError(
+            "the agent changes earlier messages, or begins another conversation: one response is"
+            " one conversation, which only grows"
+        )
+    calls = {one["id"]: one["function"]["name"] for one in known[-1].get("tool_calls") or ()}
+    messages = []
+    for one in asked[len(known) :]:
+        name = calls.get(one.get("tool_call_id"), one.get("name", one["role"]))
+        content = words_of_content(one.get("content"))
+        messages.append({"role": one["role"], "name": name, "content": content})
+    return messages
+
+
+@functools.cache
+def _schemas(file: str) -> list[Mapping[str, Any]]:
+    with concerning(f"env.tools = {file}", "record the rows again by tools/record_agent.py"):
+        return list(json.loads(Path(file).read_text("utf-8")))
 
 
 @register_environment("agent")
@@ -220,58 +240,49 @@ class Agent(Environment):
 
     @classmethod
     def functions(cls, settings: EnvironmentSettings) -> Sequence[Mapping[str, Any]]:
-        schemas: list[Mapping[str, Any]] = []
-        for file in settings.tools:
-            schemas += json.loads(Path(file).read_text("utf-8"))
-        return schemas
+        if settings.agent is None:
+            raise ValueError("env.agent = null: give the command of the program, or set env=single")
+        return [schema for file in settings.tools for schema in _schemas(file)]
 
     @classmethod
     def num_calls(cls, text: str) -> int:
         return len(read_calls(text))
 
-    @classmethod
-    def refusal(cls, settings: EnvironmentSettings) -> str | None:
-        if settings.agent is None:
-            return "env.agent = null: give the command of the program"
-        absent = [file for file in settings.tools if not Path(file).is_file()]
-        if absent:
-            return f"env.tools = {absent[0]}: with env=agent a JSON file of schemas; there is none"
-        return None
-
     def start(self, task: Task, seed: int) -> None:
-        """Raises AgentError for a row that was not recorded."""
+        """Raises ValueError where the program does not ask what was recorded for the row."""
         missing = {"messages", "task"} - task.extra.keys()
         if missing:
-            raise AgentError(
+            raise ValueError(
                 f"{task.uid}: its extra has no {min(missing)}; make rows by tools/record_agent.py"
             )
-        assert self.settings.agent is not None, "see refusal"
-        self._known: list[Mapping[str, Any]] = list(task.extra["messages"])
+        assert self.settings.agent is not None, "see functions"
+        recorded = task.extra["messages"]
         self._agent = AgentProcess(self.settings.agent, task.extra["task"], seed)
         weakref.finalize(self, self._agent.stop)
-        self._asked = self._next()
+        asked = self._next()
+        if asked is None:
+            raise ValueError(f"the agent ended without a request: {self._ended()}")
+        if _meaning(asked) != _meaning(recorded):
+            raise ValueError(
+                f"the agent asks {shortened(str(asked), _SHOWN)}, where the prompt of its row is"
+                f" {shortened(str(recorded), _SHOWN)}; record the rows again"
+            )
+        self._known = asked
 
     def step(self, text: str, seed: int) -> Sequence[Message] | Done:
-        if self._asked is None:
-            raise AgentError(f"the agent ended without a request: {self._ended()}")
-        if not self._turn and [*map(_meaning, self._asked)] != [*map(_meaning, self._known)]:
-            raise AgentError(
-                f"the agent asks {shortened(str(self._asked), _SHOWN)}, where the prompt of its row"
-                f" is {shortened(str(self._known), _SHOWN)}; record the rows again"
-            )
         answer = answer_of(text, self._turn)
-        self._known = [*self._asked, answer]
         self._turn += 1
         self._agent.answer(answer)
-        self._asked = self._next()
-        if self._asked is None:
+        asked = self._next()
+        if asked is None:
             return self._finished()
         if self._turn == self.settings.max_turns:
             self._agent.stop()  # the response ends here, whatever was asked
-        return self._added(self._asked)
+        known, self._known = [*self._known, answer], asked
+        return _added(known, asked)
 
-    def _next(self) -> list[Mapping[str, Any]] | None:
-        """The messages of the next request; None: the program has ended. Raises AgentError for one
+    def _next(self) -> Conversation | None:
+        """The messages of the next request; None: the program has ended. Raises ValueError for one
         that asks what is not done here."""
         request = self._agent.asked()
         if request is None:
@@ -282,33 +293,16 @@ class Agent(Environment):
         if request.get("tool_choice") not in (None, "auto"):
             unsupported.append("tool_choice")
         if unsupported:
-            raise AgentError(f"the agent sets {', '.join(unsupported)}, which is not supported")
+            raise ValueError(f"the agent sets {', '.join(unsupported)}, which is not supported")
         if (request.get("tools") or []) != self._tools:
-            raise AgentError("the agent has other tools than env.tools; record its rows again")
+            raise ValueError("the agent has other tools than env.tools; record its rows again")
         return list(request["messages"])
-
-    def _added(self, asked: list[Mapping[str, Any]]) -> list[Message]:
-        """The messages behind the conversation so far."""
-        known, added = asked[: len(self._known)], asked[len(self._known) :]
-        if [*map(_meaning, known)] != [*map(_meaning, self._known)]:
-            raise AgentError(
-                "the agent changes earlier messages, or begins another conversation: one response"
-                " is one conversation, which only grows"
-            )
-        calls = {one["id"]: one["function"]["name"] for one in known[-1].get("tool_calls") or ()}
-        messages = []
-        for one in added:
-            name = calls.get(one.get("tool_call_id"), one.get("name", one["role"]))
-            messages.append(
-                {"role": one["role"], "name": name, "content": words_of_content(one["content"])}
-            )
-        return messages
 
     def _finished(self) -> Done:
         """A last line of its output that is a JSON object with a ``reward`` gives it, and parts."""
         status, said, _ = self._agent.ending()
         if status:
-            raise AgentError(f"the agent failed: {self._ended()}")
+            raise ValueError(f"the agent failed: {self._ended()}")
         try:
             parts = dict(json.loads(said))
             return Done(float(parts.pop("reward")), parts)

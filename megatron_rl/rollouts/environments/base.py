@@ -58,7 +58,7 @@ class EnvironmentSettings:
     servers: tuple[str, ...] = ()
     corpus: str = ""
     agent: str | None = None
-    max_turns: int = 8
+    max_turns: int | None = None  # of a response; None: any number
 
 
 class Environment:
