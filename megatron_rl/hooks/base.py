@@ -133,7 +133,7 @@ class ScoredGroup(NamedTuple):
 class Ask(NamedTuple):
     """``num_responses`` more are wanted to ``prompt``. They join the group ``into`` (its number
     among those that the hook was given); None: they are a group of their own, behind all others.
-    The first of them are ``given``, which nobody samples. With ``replaces`` as many of the last
+    The first of them are ``given``, which are not sampled. With ``replaces`` as many of the last
     judged ones of the group ``into`` leave as join."""
 
     prompt: Prompt

@@ -1,4 +1,4 @@
-"""Agents that nobody changed, among them one of the ``openai`` library, answered by given turns."""
+"""Unchanged agent programs, one of them with the ``openai`` library, answered by given turns."""
 
 from __future__ import annotations
 
