@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("tasks", type=Path, help="jsonl, an object a line")
     add("--agent", required=True, help="command; {NAME} in a word is that field of the task")
-    add("--out", type=Path, required=True, help="directory to write; must not exist")
+    add("--out", type=Path, required=True, help="directory, whose two files are replaced")
     add("--timeout-s", type=float, default=60.0, help="until the first request of a program")
     return parser.parse_args()
 
@@ -73,6 +73,8 @@ def main(options: argparse.Namespace) -> None:
     tools: list[Any] | None = None
     for line in options.tasks.read_text("utf-8").splitlines():
         task = json.loads(line)
+        if "answer" not in task:
+            raise ValueError(f"{task}: has no answer; give what the reward compares with")
         answer = str(task.pop("answer"))
         request = first_request(options.agent, task, options.timeout_s)
         rows.append(row(task, answer, request))
@@ -80,7 +82,7 @@ def main(options: argparse.Namespace) -> None:
         if tools is not None and offered != tools:
             raise ValueError(f"{task}: other tools than those of the tasks before; record it apart")
         tools = offered
-    options.out.mkdir(parents=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(one) + "\n" for one in rows)
     (options.out / "rows.jsonl").write_text(text, "utf-8")
     (options.out / "tools.json").write_text(json.dumps(tools, indent=2) + "\n", "utf-8")
@@ -88,4 +90,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(arguments())
+    try:
+        main(arguments())
+    except (ValueError, OSError) as error:
+        sys.exit(f"record_agent: {error}")
