@@ -201,7 +201,8 @@ def register_sampling_hook(
         of_class = isinstance(make, type)
         function, positional = (make.__init__, ("self",)) if of_class else (make, ())
         schema = new_schema(ROLLOUT_HOOKS, name, function, positional)
-        remembers = of_class and make.remember is not SamplingHook.remember
+        # Of a function this is the default: False.
+        remembers = getattr(make, "remember", SamplingHook.remember) is not SamplingHook.remember
         ROLLOUT_HOOKS[name] = HookChoice(make, schema, True, changes_temperature, remembers)
         return make
 
