@@ -134,12 +134,12 @@ APPENDED = -3  # in place of the version of the weights that sampled a token
 DEMONSTRATED = -2  # likewise, of a response that was not sampled for its step
 
 
-def num_appended(spans: Sequence[VersionSpan]) -> int:
-    """Tokens that an environment has appended. Example: one of the spans ``((4, 2), (APPENDED,
-    3))``."""
+def num_appended(spans: Sequence[VersionSpan], behind: int = 0) -> int:
+    """Tokens behind the first ``behind`` that an environment has appended. Example: one of the
+    spans ``((4, 2), (APPENDED, 3))``."""
     starts = [0, *(span.end for span in spans)]
     return sum(
-        span.end - start
+        max(0, span.end - max(start, behind))
         for span, start in zip(spans, starts, strict=False)
         if span.version == APPENDED
     )

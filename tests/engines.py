@@ -58,6 +58,9 @@ class Answering:
         return {request_id: len(completion.token_ids) for request_id, completion in self._open}
 
 
+END = 1000  # the last token of a response, or of a turn
+
+
 class Stepwise:
     """Each ``poll`` gives some tokens to every open response, more or fewer by its mood; what they
     are, and whether one is the last, follows from ``token`` alone."""
@@ -80,7 +83,8 @@ class Stepwise:
         )
         number = int(re.findall(r"\d+", response.prompt.uid)[0])
         is_last = draw.random() < 0.04 * (1 + number % 4)
-        return draw.randrange(1000), -draw.random(), is_last
+        token_id = draw.randrange(END)
+        return END if is_last else token_id, -draw.random(), is_last
 
     def submit(
         self,

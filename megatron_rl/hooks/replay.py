@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, PositiveFloat
 
 from megatron_rl.hooks.base import Ask, Resample, SamplingHook, ScoredGroup, register_sampling_hook
-from megatron_rl.types import DEMONSTRATED, Completion, Prompt, first_uid
+from megatron_rl.types import DEMONSTRATED, Completion, Prompt, VersionSpan, first_uid
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -36,15 +36,16 @@ class Replay(SamplingHook):
 
     def state(self) -> dict[str, Any]:
         def saved(one: Completion) -> list[torch.Tensor]:
-            columns = (one.token_ids, one.sampler_logprobs, one.kept or [])
+            columns = (one.token_ids, one.sampler_logprobs, one.kept or [], one.spans)
             return [torch.from_numpy(np.array(values)) for values in columns]
 
         return {"known": {uid: [*map(saved, of_uid)] for uid, of_uid in self.known.items()}}
 
     def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
         def restored(saved: Sequence[torch.Tensor]) -> Completion:
-            ids, logprobs, kept = (values.tolist() for values in saved)
-            return Completion(ids, logprobs, False, DEMONSTRATED, kept=kept or None)
+            ids, logprobs, kept, *spans = (values.tolist() for values in saved)
+            parts = tuple(VersionSpan(*one) for of_it in spans for one in of_it)  # older: none
+            return Completion(ids, logprobs, False, DEMONSTRATED, parts, kept=kept or None)
 
         self.known = {uid: [*map(restored, of_uid)] for uid, of_uid in state["known"].items()}
 

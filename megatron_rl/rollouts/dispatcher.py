@@ -108,7 +108,7 @@ class Answer(NamedTuple):
     Attributes:
         holder: The rank that has them.
         spans: Which weights sampled them.
-        num_new: Tokens that were sampled in the present step.
+        num_there: Tokens that it had at the start of the present step.
         score: None while it is not known.
     """
 
@@ -116,13 +116,19 @@ class Answer(NamedTuple):
     length: int
     truncated: bool
     spans: tuple[VersionSpan, ...]
-    num_new: int
+    num_there: int
     score: Score | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """In the present step."""
+        behind = self.num_there
+        return self.length - behind - num_appended(self.spans, behind)
 
     @property
     def num_earlier(self) -> int:
         """Tokens that were sampled in steps before."""
-        return self.length - self.num_new - num_appended(self.spans)
+        return self.length - num_appended(self.spans) - self.num_sampled
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ class StepSummary:
         answers: In canonical order.
         refused: Visit and scores of each group that dynamic sampling refused, where hooks see them.
         ended: Responses of groups that continue in the next step which have ended.
-        discarded_tokens: Sampled for responses, or parts of them, that are not kept.
+        discarded_tokens: Sampled for responses, or parts of them, that no step trains; by engines
+            of a launch also what open groups keep, which the caller takes off.
         metrics: Of the source.
     """
 
@@ -180,11 +187,10 @@ class Dispatcher:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Ended):
-            num_there = self.job.store.length(event.request.place)
-            num_new = event.length - num_there - num_appended(event.spans)
-            if self.scheduler.finished(event.worker, event.request, num_new):
+            there = self.job.store.length(event.request.place)
+            if self.scheduler.finished(event.worker, event.request, event.length - there):
                 holder = self.backend.holder(event.worker, event.request.group)
-                answer = Answer(holder, event.length, event.truncated, event.spans, num_new)
+                answer = Answer(holder, event.length, event.truncated, event.spans, there)
                 self._answers[event.request.place] = answer
                 if event.outcome is not None:
                     self._outcomes[event.request.place] = event.outcome
@@ -243,8 +249,8 @@ class Dispatcher:
         demonstration = self.job.demonstration(prompt, request.response)
         if demonstration is not None:
             self.scheduler.finished(worker, request)
-            self.job.store.add(request.place, demonstration)
-            self._answers[request.place] = self._answer_of(request.place, demonstration, 0)
+            self.job.store.put(request.place, demonstration)
+            self._answers[request.place] = self._answer_of(request.place, demonstration)
             self.rewards.give(request, prompt, demonstration)
         elif self.scheduler.limit(request.group) == 0:
             self.scheduler.paused(worker, request)
@@ -255,11 +261,11 @@ class Dispatcher:
             # Steps of a run are counted from 1, those of the scheduler from 0.
             self.backend.submit(worker, GenerationRequest(request, step + 1, visit, begin))
 
-    def _answer_of(self, place: Place, completion: Completion, num_new: int) -> Answer:
+    def _answer_of(self, place: Place, completion: Completion) -> Answer:
         """Of a response that no worker has ended in this step."""
         length = len(completion.token_ids)
         holder = self.backend.holder(None, place[0])
-        return Answer(holder, length, completion.truncated, completion.spans, num_new)
+        return Answer(holder, length, completion.truncated, completion.spans, num_there=length)
 
     def _forget(self, groups: set[int]) -> None:
         for of_place in (self._answers, self._outcomes):
@@ -281,7 +287,7 @@ class Dispatcher:
     def _counts(self, place: Place, answer: Answer) -> bool:
         """Whether a response ended within what is known of the level of its step."""
         limit = self.scheduler.limit(place[0])
-        return limit is None or answer.num_new <= limit
+        return limit is None or answer.length - answer.num_there <= limit
 
     @property
     def num_left(self) -> int:
@@ -319,20 +325,18 @@ class Dispatcher:
             refused[group] = (visit, [one.score for one in responses if one.score is not None])
             if group not in shown:
                 sampled = [one for one in responses if one.spans[0].version != DEMONSTRATED]
-                num_refused += sum(one.num_new for one in sampled)
+                num_refused += sum(one.num_sampled for one in sampled)
                 num_earlier += sum(one.num_earlier for one in sampled)
-        used = sum(answer.num_new for answer in answers)
-        stays = groups.open
-        for group in stays:
-            for response in range(size):
-                there = kept.get((group, response))
-                used += groups.limits[group] if there is None else there.num_new
+        used = sum(answer.num_sampled for answer in answers)
         if groups.level is not None:
             # What is open is sent to every rank, and counts from 0 in the next step.
             self._answers = {
-                place: one._replace(num_new=0, holder=self.backend.holder(None, place[0]))
+                place: one._replace(
+                    num_there=one.length, holder=self.backend.holder(None, place[0])
+                )
                 for place, one in kept.items()
             }
+            self._outcomes = {}  # what counts is scored
         self._forget(groups.gone)
         return StepSummary(
             groups=groups,
@@ -340,7 +344,7 @@ class Dispatcher:
             visits={group: self.job.stream.visit(group) for group in shown},
             answers=answers,
             refused=refused,
-            ended=frozenset(place for place in kept if place[0] in stays),
+            ended=frozenset(place for place in kept if place[0] in groups.open),
             discarded_tokens=num_earlier
             + (num_refused if sampled_tokens is None else sampled_tokens - used),
         )
@@ -375,11 +379,10 @@ class Dispatcher:
         for place, completion, is_held in self.job.store.places():
             if is_held and place not in scores:
                 continue  # it has not ended
-            there = self.job.store.length(place)
-            is_sampled = completion.weight_version != DEMONSTRATED
-            num_new = len(completion.token_ids) - there if is_sampled and not is_held else 0
-            answer = self._answer_of(place, completion, num_new)
-            self._answers[place] = answer._replace(score=scores.get(place))
+            answer = self._answer_of(place, completion)._replace(score=scores.get(place))
+            if completion.weight_version != DEMONSTRATED and not is_held:
+                answer = answer._replace(num_there=self.job.store.length(place))
+            self._answers[place] = answer
         # Some had ended, and their rewards were not there yet when the checkpoint was made.
         for (group, response), answer in self._answers.items():
             completion = self.job.store.get((group, response))

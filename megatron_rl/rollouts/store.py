@@ -12,7 +12,14 @@ from megatron_rl.models.experts import NOT_GIVEN, filled_in
 from megatron_rl.passes import EXPERTS
 from megatron_rl.rollouts.environments.outcomes import Outcome
 from megatron_rl.scheduling.end_of_step import StepGroups
-from megatron_rl.types import PLACES, Completion, Score, VersionSpan
+from megatron_rl.types import (
+    APPENDED,
+    DEMONSTRATED,
+    PLACES,
+    Completion,
+    Score,
+    VersionSpan,
+)
 
 Place = tuple[int, int]  # a group and a response of it
 Carried = list[tuple[Place, Completion]]
@@ -30,18 +37,17 @@ class ResponseStore:
         self._held: dict[Place, Completion] = {}
         self._new: dict[Place, Completion] = {}
 
-    def so_far(self, place: Place) -> Sequence[int]:
-        """The token ids of a response at the start of the step."""
-        there = self._held.get(place)
-        return () if there is None else there.token_ids
+    def held(self, place: Place) -> Completion | None:
+        """What there was of a response at the start of the step."""
+        return self._held.get(place)
 
     def length(self, place: Place) -> int:
-        return len(self.so_far(place))
+        there = self.held(place)
+        return 0 if there is None else len(there.token_ids)
 
-    def add(self, place: Place, more: Completion) -> Completion:
-        """``more``: what a response has got since the start of the step; returns all of it."""
-        self._new[place] = joined(self._held.get(place), more)
-        return self._new[place]
+    def put(self, place: Place, whole: Completion) -> None:
+        """``whole``: what was held of a response, and what it has got since."""
+        self._new[place] = whole
 
     def get(self, place: Place) -> Completion | None:
         return self._new.get(place) or self._held.get(place)
@@ -66,11 +72,17 @@ class ResponseStore:
                     found.append((place, completion))
         return found
 
-    def begin_step(self, carried: Carried) -> None:
-        """What has ended or was paused is from an earlier step from now on."""
+    def begin_step(self, carried: Carried) -> int:
+        """What has ended or was paused is from an earlier step from now on. Returns how many of its
+        tokens were sampled since the last."""
+        num_sampled = 0
         for place, completion in carried:
+            if completion.weight_version != DEMONSTRATED:
+                there = self.held(place)
+                num_sampled += completion.num_sampled - (there.num_sampled if there else 0)
             self._held[place] = completion
             self._new.pop(place, None)
+        return num_sampled
 
     def clear_new(self) -> None:
         """Drops what this step has got and no step needs."""
@@ -127,9 +139,13 @@ def joined(first: Completion | None, more: Completion) -> Completion:
 
 
 def cut(completion: Completion, length: int) -> Completion:
-    """Its first tokens, as of a response that has not ended. Example: of 5 tokens of version 3 and
-    2 of version 4, cut to 6, the spans are ``(VersionSpan(3, 5), VersionSpan(4, 6))``."""
+    """Its first tokens, as of a response that has not ended; of what an environment has appended,
+    all or nothing. Example: of 5 tokens of version 3 and 2 of version 4, cut to 6, the spans are
+    ``(VersionSpan(3, 5), VersionSpan(4, 6))``."""
     ends = [0, *(span.end for span in completion.spans)]
+    for span, start in zip(completion.spans, ends, strict=False):
+        if span.version == APPENDED and start < length < span.end:
+            length = start
     spans = tuple(
         VersionSpan(span.version, min(span.end, length))
         for span, start in zip(completion.spans, ends, strict=False)

@@ -22,14 +22,18 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.environments.turns import ENDS
-from tests.e2e.toy import LETTERS, overrides, rows, timeless
+from tests.e2e.toy import LETTERS, overrides, rows, untimed_rows
 from tests.e2e.turns import AGENT, BOUND, SETTINGS, words_of_turns, write_turns
 from tests.launch import REPO, end, launch, torchrun
 
 pytestmark = pytest.mark.timeout(900)
 full = pytest.mark.full
 CONTEXT = ("parallel=single", "parallel.context=2", "rollout.tensor=1")
-KILLS = 4
+PARTIAL = (
+    *("rollout.tensor=1", "source.partial.groups_in_flight=14", "source.partial.max_age=2"),
+    "env.max_turns=2",
+    *("method.mismatch.kind=tis", "method.mismatch.cap=2.0", "mismatch_limits.abort_above=null"),
+)
 CALLS_BEFORE = (60, 140)  # of environments, since a start; a step has about 80
 
 
@@ -105,20 +109,26 @@ def test_sampler_and_policy_agree_over_turns(place: Path, name: str, layout: Seq
         ),
         ("kept", ("rollout.top_p=0.9", "rollout.top_k=8", "rollout.temperature=0.8")),
         ("hooks", ("rollout_hooks.vcrl.kappa=0.2", "rollout_hooks.dars.schedule=hw")),
+        # Weights hardly change, so tokens of several steps are all of one policy.
+        ("partial", (*PARTIAL, "optim.learning_rate=1.0e-12")),
     ],
 )
 def test_other_ways_of_sampling_agree_over_turns(
     place: Path, name: str, more: Sequence[str]
 ) -> None:
     """A temperature that falls over the whole response, over what is appended too; tokens that the
-    sampler kept; groups that grow or are refused."""
+    sampler kept; groups that grow or are refused; responses that go on in the next step."""
     steps = rows(train(place, name, "trainer.num_steps=3", *more))[1:]
     # The sampler often leaves the end of a message out of the tokens that it keeps.
-    assert max(row["environment/turns"] for row in steps) > (1.1 if name == "kept" else 2)
+    assert max(row["environment/turns"] for row in steps) > (
+        1.1 if name in ("kept", "partial") else 2
+    )
     for row in steps:
         assert row["mismatch/logprob_abs_diff_max"] <= BOUND
         assert 0 < row["optim/grad_norm"] < 1e3
-        if name == "hooks":
+        if name == "partial":
+            assert row["source/mixed_share"] > 0 or row["step"] == 1
+        elif name == "hooks":
             assert row["hook/dars/hard_groups"] + row["hook/vcrl/refused_groups"] > 0
         else:
             assert row["environment/ended_by/problem"] < 1
@@ -242,17 +252,23 @@ def killed_in_a_call(place: Path, number: int, *more: str) -> None:
 
 
 @full
-def test_a_run_that_was_killed_in_calls_continues_bit_for_bit(place: Path) -> None:
+@pytest.mark.parametrize(("kills", "source"), [(4, ()), (2, PARTIAL)])
+def test_a_run_that_was_killed_in_calls_continues_bit_for_bit(
+    tmp_path: Path, kills: int, source: Sequence[str]
+) -> None:
     """And what it has learned is evaluated, and shown, in turns."""
-    more = ("trainer.num_steps=6", "checkpoint.every_steps=1", "evaluation.at_end=true")
+    place = write_turns(tmp_path)
+    more = ("trainer.num_steps=6", "checkpoint.every_steps=1", "evaluation.at_end=true", *source)
     whole = train(place, "whole", *more)
     rng = random.Random(0)
-    for _ in range(KILLS):
+    for _ in range(kills):
         killed_in_a_call(place, rng.randint(*CALLS_BEFORE), *more)
     killed = train(place, "killed", *more)
-    assert [timeless(row) for row in rows(killed)] == [timeless(row) for row in rows(whole)]
+    assert untimed_rows(killed) == untimed_rows(whole)
     weights = [load_file(path / "export" / "model.safetensors") for path in (whole, killed)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    if source:
+        return
     plugin = ["--plugin", str(place / "letters.py")]
     launch("megatron_rl.evaluate", 2, [*plugin, whole], 200)
     (row,) = rows(whole / "evaluation")

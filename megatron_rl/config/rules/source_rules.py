@@ -54,10 +54,6 @@ def _with_turns(config: Config) -> Iterator[str]:
             config.source.is_servers and config.source.schedule == "free",
             "source.schedule=lockstep",
         ),
-        "source.partial.groups_in_flight": (
-            config.source.is_partial,
-            "source.partial.groups_in_flight=null",
-        ),
         f"rollout.router_replay = {rollout.router_replay}": (
             rollout.router_replay != "none",
             "rollout.router_replay=none",

@@ -168,9 +168,10 @@ class ColocatedEngines:
         with clock("rollout"):
             # Before the tokens of the step leave the store.
             sampled = SampledStep.of(summary, job, self._world.rank)
-            self._carry(summary)
+            discarded = summary.discarded_tokens - self._carry(summary)
         metrics = open_metrics(summary.groups, job)
-        return sampled._replace(summary=replace(summary, metrics=metrics))
+        summary = replace(summary, metrics=metrics, discarded_tokens=discarded)
+        return sampled._replace(summary=summary)
 
     def _main(self, version: int) -> Dispatcher:
         """On rank 0, for a step by weights of ``version``."""
@@ -193,20 +194,22 @@ class ColocatedEngines:
                 scheduler.switch(worker, version)
         return self._dispatcher
 
-    def _carry(self, summary: StepSummary) -> None:
+    def _carry(self, summary: StepSummary) -> int:
         """Collective: drops what the step has used up, and gives every rank what the others have
-        got of responses that continue."""
+        got of responses that continue. Returns the sampled tokens of these."""
         groups = summary.groups
         store = self._job.store
+        num_kept = 0
         if groups.level is not None:
             # The ranks of a replica have the same tokens: one of them tells.
             is_leader = self._world.rank == self.backend.leader
             mine = store.unfinished(groups, summary.ended) if is_leader else []
             for of_rank in self._world.all_gather(mine):
-                store.begin_step(of_rank)
+                num_kept += store.begin_step(of_rank)
         store.forget(groups.gone)
         store.clear_new()
         self._job.stream.forget(groups.step, groups.end)
+        return num_kept
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock

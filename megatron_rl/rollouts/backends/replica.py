@@ -44,7 +44,7 @@ class Open(NamedTuple):
 
     Attributes:
         began_s: By ``time.monotonic``.
-        got: What earlier turns of the step have brought, and their environment has appended.
+        got: What is there of it, from earlier steps and turns.
     """
 
     wanted: GenerationRequest
@@ -95,7 +95,8 @@ class Replica:
         for key in [key for key, one in waiting if task.is_end or one.wanted.request in stop]:
             del self._waiting[key]
         now = time.monotonic()
-        begun = [Open(wanted, now) for wanted in task.begin]
+        held = self.job.store.held
+        begun = [Open(wanted, now, held(wanted.request.place)) for wanted in task.begin]
         # An outcome of a response that was stopped meanwhile is of none that waits.
         answered = [each for each in task.outcomes if each[0] in self._waiting]
         begun += [one for each in answered if (one := self._follow(*each)) is not None]
@@ -111,24 +112,23 @@ class Replica:
         return one._replace(got=appended(one.got, outcome.tokens))
 
     def _begin(self, begun: Sequence[Open]) -> None:
-        """Those of a group and a turn together: their sampling is the same."""
+        """Those of a group and a turn together: their sampling is the same. Where an earlier step
+        has ended with a turn its environment is asked first."""
         together: dict[tuple[int, int], list[Open]] = defaultdict(list)
         for one in begun:
+            if one.got is not None and self.turns is not None and self.turns.asks(one.got):
+                self._ask(one)
+                continue
             turn = 0 if one.got is None else len(turns_of(one.got)) - 1
             together[one.wanted.request.group, turn].append(one)
         for (group, turn), several in together.items():
             first = several[0].wanted
             prompt = self.job.stream.prompt(group, first.visit)
             sampling = self.job.plan(first.step, prompt, first.request.version, turn)
-            tokens = {one.wanted.request.response: self._so_far(one) for one in several}
-            so_far = {response: there for response, there in tokens.items() if there}
-            numbers = self.engine.submit(prompt, list(tokens), sampling, so_far)
+            got = {one.wanted.request.response: one.got for one in several}
+            so_far = {response: there.token_ids for response, there in got.items() if there}
+            numbers = self.engine.submit(prompt, list(got), sampling, so_far)
             self._running.update(zip(numbers, several, strict=True))
-
-    def _so_far(self, one: Open) -> Sequence[int]:
-        if one.got is not None:
-            return one.got.token_ids
-        return self.job.store.so_far(one.wanted.request.place)
 
     def work(self) -> list[Event]:
         """The engine works for a moment; what rank 0 is to hear of it from this rank."""
@@ -151,50 +151,56 @@ class Replica:
         return events
 
     def _turn_ended(self, one: Open, got: Completion) -> None:
-        """``got``: all that the step has of the response."""
+        """``got``: all of the response."""
         if self.turns is None:
             self._end(one, got, None)
         elif not self.turns.asks(got):
             self._end(one, got, self.turns.ended(got))
         else:
-            self._num_asked += 1
-            self._waiting[self._num_asked] = one._replace(got=got)
-            if self.number == 0:
-                wanted = one.wanted
-                prompt = self.job.stream.prompt(wanted.request.group, wanted.visit)
-                most = self.job.plan.of_step(wanted.step).max_response_tokens
-                response = wanted.request.response
-                self.turns.give(Waiting(self._num_asked, prompt, response, got, most, one.began_s))
+            self._ask(one._replace(got=got))
+
+    def _ask(self, one: Open) -> None:
+        """Its environment, by the first rank."""
+        self._num_asked += 1
+        self._waiting[self._num_asked] = one
+        if self.number == 0:
+            assert self.turns is not None and one.got is not None, "a turn has ended"
+            (request, step, visit, _), got = one.wanted, one.got
+            prompt = self.job.stream.prompt(request.group, visit)
+            most = self.job.plan.of_step(step).max_response_tokens
+            asked = Waiting(self._num_asked, prompt, request.response, got, most, one.began_s)
+            self.turns.give(asked)
 
     def _end(self, one: Open, got: Completion, outcome: Outcome | None) -> None:
         request = one.wanted.request
         if outcome is not None and outcome.truncated:
             got = replace(got, truncated=True)
-        completion = self.job.store.add(request.place, got)
+        self.job.store.put(request.place, got)
         if self._num_ended % self.num_ranks == self.number:
             prompt = self.job.stream.prompt(request.group, one.wanted.visit)
-            self.rewards.give(request, prompt, completion, outcome)
+            self.rewards.give(request, prompt, got, outcome)
         self._num_ended += 1
         if self.number == 0:
-            self._events.append(Ended.of(worker_name(self.engine.replica), request, completion))
+            self._events.append(Ended.of(worker_name(self.engine.replica), request, got))
 
     def _pause(self) -> list[Request]:
         """Ends what has come to the level of the step, and keeps its tokens."""
         if self._level is None:
             return []
-        assert self.turns is None, "partial rollouts have one turn"
         lengths = self.engine.running_lengths()
-        running = self._running.items()
-        numbers = [
-            number for number, one in running if one.wanted.begin + lengths[number] >= self._level
-        ]
+        numbers = []
+        for number, one in self._running.items():
+            got = 0 if one.got is None else len(one.got.token_ids)
+            begin = one.wanted.begin - self.job.store.length(one.wanted.request.place)
+            if begin + got + lengths[number] >= self._level:
+                numbers.append(number)
         if not numbers:
             return []
-        requests = [self._running.pop(number).wanted.request for number in numbers]
-        for request, new in zip(requests, self.engine.pause(numbers), strict=True):
-            self.job.store.add(request.place, new)
+        paused = [self._running.pop(number) for number in numbers]
+        for one, new in zip(paused, self.engine.pause(numbers), strict=True):
+            self.job.store.put(one.wanted.request.place, joined(one.got, new))
             self.num_tokens += len(new.token_ids)
-        return requests
+        return [one.wanted.request for one in paused]
 
 
 def worker_name(replica: int) -> str:

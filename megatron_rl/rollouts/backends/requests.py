@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -19,7 +19,7 @@ from megatron_rl.rollouts.dispatcher import (
     Scored,
     Unfinished,
 )
-from megatron_rl.rollouts.environments.outcomes import Outcome, appended
+from megatron_rl.rollouts.environments.outcomes import Outcome, appended, turns_of
 from megatron_rl.rollouts.environments.turns import Turns, Waiting
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread, Unscored
@@ -195,13 +195,7 @@ class ServerRequests:
         prompt = self.job.stream.prompt(request.group, wanted.visit)
         asked = prompt.uid, request.response
         try:
-            if fleet.asked_turns is None:
-                outcome = None
-                sampling = self.job.plan(wanted.step, prompt, request.version)
-                new, is_paused = await self._sampled(worker, wanted, prompt, sampling)
-            else:
-                is_paused = False
-                new, outcome = await self._turns(worker, wanted, prompt, fleet.asked_turns)
+            whole, outcome, is_paused = await self._response(worker, wanted, prompt)
         except ServerLostError as error:
             # Before the failure is noted: a server that is marked dead for it loses this one too.
             self._running.pop((worker, request), None)
@@ -212,7 +206,7 @@ class ServerRequests:
             return
         fleet.failures.answered(worker, asked)
         self._running.pop((worker, request), None)
-        whole = self.job.store.add(request.place, new)
+        self.job.store.put(request.place, whole)
         if is_paused:
             self._events.append(Unfinished(worker, request, is_paused=True))
         else:
@@ -220,25 +214,31 @@ class ServerRequests:
             fleet.rewards.give(request, prompt, whole, outcome)
         fleet.turn()
 
-    async def _turns(
-        self, worker: str, wanted: GenerationRequest, prompt: Prompt, asked: AskedTurns
-    ) -> tuple[Completion, Outcome]:
-        """All turns of a response, by one server: another begins with the first."""
+    async def _response(
+        self, worker: str, wanted: GenerationRequest, prompt: Prompt
+    ) -> tuple[Completion, Outcome | None, bool]:
+        """All of a response, what its environment says of it, and whether it continues in the next
+        step. All of its turns are by one server: another begins with the first."""
         request, began_s = wanted.request, time.monotonic()
-        got: Completion | None = None
-        for turn in count():
+        got = self.job.store.held(request.place)
+        asked_turns = self._fleet.asked_turns
+        while True:
+            turn = 0 if got is None else len(turns_of(got)) - 1
             sampling = self.job.plan(wanted.step, prompt, request.version, turn)
-            so_far = () if got is None else got.token_ids
-            new, _ = await self._sampled(worker, wanted, prompt, sampling, so_far)
-            got = joined(got, new)
+            # Where an earlier step has ended with a turn its environment is asked first.
+            if got is None or asked_turns is None or not asked_turns.turns.asks(got):
+                new, is_paused = await self._sampled(worker, wanted, prompt, sampling, got)
+                got = joined(got, new)
+                if is_paused:
+                    return got, None, True
+                if asked_turns is None:
+                    return got, None, False
             most = sampling.max_response_tokens
             waiting = Waiting(0, prompt, request.response, got, most, began_s)
-            outcome = await asked.outcome(waiting)
+            outcome = await asked_turns.outcome(waiting)
             if outcome.is_over:
-                break
+                return replace(got, truncated=got.truncated or outcome.truncated), outcome, False
             got = appended(got, outcome.tokens)
-        assert got is not None, "it has a turn"
-        return replace(got, truncated=got.truncated or outcome.truncated), outcome
 
     async def _sampled(
         self,
@@ -246,20 +246,21 @@ class ServerRequests:
         wanted: GenerationRequest,
         prompt: Prompt,
         sampling: Sampling,
-        so_far: Sequence[int] = (),
+        got: Completion | None,
     ) -> tuple[Completion, bool]:
-        """What a server says next of a response, and whether its level has ended that. ``so_far``:
-        the turns before; partial rollouts continue what is there from earlier steps."""
+        """What a server says next of a response that has ``got`` so much, and whether the level of
+        the step has ended that."""
         request, fleet = wanted.request, self._fleet
         client = fleet.clients[worker]
+        so_far = () if got is None else got.token_ids
+        begin = wanted.begin + len(so_far) - self.job.store.length(request.place)
 
         def is_enough(num_tokens: int) -> bool:
             """Whether the response has come to the level of its step."""
-            return self._level is not None and wanted.begin + num_tokens >= self._level
+            return self._level is not None and begin + num_tokens >= self._level
 
         with fleet.parts.timeouts.waiting(worker, sampling.max_response_tokens) as answered:
             if self.job.rules.is_partial:
-                so_far = self.job.store.so_far(request.place)
                 new, is_paused = await client.generate_until(
                     prompt, sampling, request.response, so_far, is_enough
                 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.hooks.base import ROLLOUT_HOOKS, Ask, SamplingHook, ScoredGroup
@@ -17,7 +17,15 @@ from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
 from megatron_rl.rollouts.rows.experience import ROW_ARRAYS, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
-from megatron_rl.types import DEMONSTRATED, Completion, Prompt, Sampling, Score
+from megatron_rl.types import (
+    APPENDED,
+    DEMONSTRATED,
+    Completion,
+    Prompt,
+    Sampling,
+    Score,
+    VersionSpan,
+)
 
 # Of one hook in one step: more is a hook that does not come to an end.
 _MOST_ROUNDS = 64
@@ -174,15 +182,29 @@ def right_responses(responses: Responses, gather: Gather) -> list[tuple[Prompt, 
     """Collective: the rows that were sampled and are right, in their order, as demonstrations, each
     with the logprobs and the kept tokens of its sampler."""
     tokens = responses.tokens
-    names = [name for name in ("token_ids", "sampler_logprobs", "kept") if name in tokens.columns]
+    names = ("token_ids", "sampler_logprobs", "kept", "sampled")
+    views = {name: tokens.views(name) for name in names if name in tokens.columns}
     mine = {}
-    for row, *columns in zip(tokens.rows.tolist(), *map(tokens.views, names), strict=True):
+    for at, row in enumerate(tokens.rows.tolist()):
         if responses.scores[row].correct and not responses.is_demonstration[row]:
-            ids, logprobs, *kept = [array(each.dtype.char, each.tobytes()) for each in columns]
-            places = kept[0] if kept else None
-            mine[row] = Completion(ids, logprobs, False, DEMONSTRATED, kept=places)
+            columns = {name: of_rows[at] for name, of_rows in views.items()}
+            spans = _spans(columns.pop("sampled", None))
+            packed = {name: array(one.dtype.char, one.tobytes()) for name, one in columns.items()}
+            mine[row] = Completion(
+                **packed, truncated=False, weight_version=DEMONSTRATED, spans=spans
+            )
     found = {row: one for of_rank in gather(mine) for row, one in of_rank.items()}
     return [(responses.prompts[row], found[row]) for row in sorted(found)]
+
+
+def _spans(sampled: Bool[np.ndarray, " tokens"] | None) -> tuple[VersionSpan, ...]:
+    """Of a demonstration, parts of which an environment has appended; None: no part."""
+    if sampled is None:
+        return ()
+    ends = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(sampled)]
+    return tuple(
+        VersionSpan(DEMONSTRATED if sampled[end - 1] else APPENDED, end) for end in ends if end
+    )
 
 
 def scored_groups(responses: Responses) -> list[ScoredGroup]:

@@ -138,7 +138,7 @@ class PlainSeeds(SamplingPlan):
         super().__init__(Sampling(2, 4))
         self.each = each
 
-    def __call__(self, step: int, prompt: Prompt, version: int) -> Sampling:
+    def __call__(self, step: int, prompt: Prompt, version: int, turn: int = 0) -> Sampling:
         return Sampling(2, 4, seed=self.each * (step - 1))
 
     def published(self, version: int) -> None: ...

@@ -51,25 +51,27 @@ def test_a_cut_response_has_its_first_tokens_and_has_not_ended(length, spans) ->
 def test_what_was_carried_is_what_the_next_step_continues() -> None:
     store = ResponseStore()
     store.begin_step([((1, 0), FIRST)])
-    assert store.add((1, 0), MORE) == joined(FIRST, MORE)
-    store.add((1, 1), Completion((8, 9), (-1.0, -2.0), False, 4))
-    store.add((2, 0), MORE)
+    assert store.held((1, 0)) == FIRST and store.held((1, 1)) is None
+    store.put((1, 0), joined(FIRST, MORE))
+    store.put((1, 1), Completion((8, 9), (-1.0, -2.0), False, 4))
+    store.put((2, 0), MORE)
     # Response (1, 0) has ended within the level; (1, 1) has one token too many; group 2 is trained.
     carried = store.unfinished(StepGroups(3, [2], limits={1: 1, 2: 1}), ended={(1, 0)})
     assert dict(carried) == {
         (1, 0): joined(FIRST, MORE),
         (1, 1): Completion((8,), (-1.0,), False, 4),
     }
-    store.begin_step(carried)
+    # What the step has sampled of them: all of MORE, and one token.
+    assert store.begin_step(carried) == len(MORE.token_ids) + 1
     store.forget([2])
     assert store.num_tokens == 4 and store.get((2, 0)) is None
-    assert store.length((1, 1)) == 1 and store.so_far((1, 2)) == ()
+    assert store.length((1, 1)) == 1 and store.length((1, 2)) == 0
 
 
 def test_a_store_comes_back_bit_for_bit() -> None:
     store = ResponseStore()
     store.begin_step([((1, 0), joined(FIRST, MORE))])
-    store.add((2, 1), Completion((), (), False, 4))
+    store.put((2, 1), Completion((), (), False, 4))
     other = ResponseStore()
     other.restore(store.state())
     assert other.places() == store.places()
@@ -79,8 +81,8 @@ def test_a_store_comes_back_bit_for_bit() -> None:
 
 def test_kept_tokens_are_saved() -> None:
     store = ResponseStore()
-    store.add((1, 0), Completion((5, 6), (-0.5, -0.25), False, 3, kept=(5, 9, 6, -1)))
-    store.add((1, 1), FIRST)
+    store.put((1, 0), Completion((5, 6), (-0.5, -0.25), False, 3, kept=(5, 9, 6, -1)))
+    store.put((1, 1), FIRST)
     again = ResponseStore()
     again.restore(store.state())
     assert again.get((1, 0)) == store.get((1, 0))
@@ -108,7 +110,7 @@ def test_experts_are_those_of_the_weights_that_sampled() -> None:
     nothing_more = with_experts(Completion((), (), True, 4), 3, 3, 255)
     assert experts(joined(first, nothing_more)) == [1, 2, 255]
     store = ResponseStore()
-    store.add((1, 0), first)
+    store.put((1, 0), first)
     again = ResponseStore()
     again.restore(store.state())
     assert experts(again.get((1, 0))) == [1, 2, 255]

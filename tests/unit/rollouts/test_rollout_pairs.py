@@ -22,11 +22,14 @@ from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
 from megatron_rl.rollouts.backends.servers import ServerBackend
+from megatron_rl.rollouts.batch_thread import BatchThread
 from megatron_rl.rollouts.demonstrations import (
     DEMONSTRATED,
     Demonstrations,
     without_demonstrations,
 )
+from megatron_rl.rollouts.environments.outcomes import Outcome, turns_of
+from megatron_rl.rollouts.environments.turns import Turns, Waiting
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.post_rollout import PostRollout
@@ -37,7 +40,7 @@ from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.end_of_step import StepRules
 from megatron_rl.types import Completion, Prompt, Sampling, Score
-from tests.engines import Growing, Stepwise
+from tests.engines import END, Growing, Stepwise
 from tests.rollout_sources import rollouts_of, training_job
 from tests.unit.trainer.runs import DISPLAY, WORLD, words
 
@@ -82,12 +85,44 @@ class FailsAtSevenths(EvenSum):
         ]
 
 
+class Conversing(Turns):
+    """Says some tokens, or nothing more, by what was said; without workers."""
+
+    def __init__(self) -> None:
+        self._rendering: Any = SimpleNamespace(end_token_id=END)
+        self._spent_s = 0.0
+        self._thread = BatchThread(self._outcomes, "turns")
+
+    def give(self, waiting: Waiting) -> None:
+        self._thread.add(waiting)
+
+    def ended(self, whole: Completion) -> Outcome:
+        return Outcome((), whole.truncated)
+
+    def _outcomes(self, waiting: list[Waiting]) -> list[tuple[Any, Outcome]]:
+        return [(one.key, self._said(one)) for one in waiting]
+
+    def _said(self, one: Waiting) -> Outcome:
+        turns = [list(ids) for ids in turns_of(one.whole)]
+        draw = random.Random(f"{one.prompt.uid}/{one.response}/{turns}")
+        tokens = [2000 + number for number in range(draw.randrange(1, 12))]
+        if draw.random() < 0.3:
+            return Outcome()
+        if len(one.whole.token_ids) + len(tokens) >= one.most_tokens:
+            return Outcome((), truncated=True)
+        return Outcome(tokens)
+
+
 @dataclass(frozen=True)
 class Setting:
     rules: Any
     hooks: str = "none"
     has_demonstrations: bool = False
     has_stages: bool = False
+    has_turns: bool = False
+
+    def turns(self) -> Turns | None:
+        return Conversing() if self.has_turns else None
 
     def job(self) -> GenerationJob:
         hooks = HOOKS[self.hooks]()
@@ -108,7 +143,7 @@ class Setting:
 def on_engines(setting: Setting, mood: int) -> list[list[dict[str, Any]]]:
     engine = Stepwise(mood)
     engine.capacity = 4 + mood
-    sampler = LaunchSampler(engine, EvenSum(), words, WORLD, DISPLAY)
+    sampler = LaunchSampler(engine, EvenSum(), words, WORLD, DISPLAY, setting.turns())
     rollouts = rollouts_of(sampler, setting.job())
     found = []
     for step in range(1, STEPS + 1):
@@ -126,7 +161,7 @@ class StepwiseServer:
     async def generate(
         self, prompt: Prompt, sampling: Sampling, response: int, so_far: Sequence[int] = ()
     ) -> Completion:
-        whole = await self.generate_until(prompt, sampling, response, (), lambda count: False)
+        whole = await self.generate_until(prompt, sampling, response, so_far, lambda count: False)
         return whole[0]
 
     async def generate_until(
@@ -181,6 +216,7 @@ def on_servers(setting: Setting, mood: int) -> list[list[dict[str, Any]]]:
         capacity=3 + mood,
         timeouts=RequestTimeouts(None),
         longest_response=40,
+        turns=setting.turns(),
     )
     backends: list[ServerBackend] = []
 
@@ -189,6 +225,7 @@ def on_servers(setting: Setting, mood: int) -> list[list[dict[str, Any]]]:
         return backends[-1]
 
     engines = ServerEngines(WORLD, fleet, None, backend, lambda step: None, DISPLAY, job)
+    engines = replace(engines, has_turns=setting.has_turns)
     post = PostRollout(lambda responses, rows: [])
     rollouts = Rollouts(WORLD, fleet, engines, job, post)
     found = []
@@ -206,12 +243,16 @@ def on_servers(setting: Setting, mood: int) -> list[list[dict[str, Any]]]:
 def rows(experience: Experience) -> list[dict[str, Any]]:
     responses = experience.responses
     views = responses.tokens.views("token_ids")
+    sampled = responses.tokens.views(
+        "sampled" if responses.num_appended is not None else "token_ids"
+    )
     assert responses.tokens.rows.tolist() == list(range(len(responses)))
     return [
         {
             "uid": prompt.uid,
             "group": group,
             "ids": ids.tolist(),
+            "sampled": flags.tolist(),
             "truncated": bool(truncated),
             "version": version,
             "correct": score.correct,
@@ -219,10 +260,11 @@ def rows(experience: Experience) -> list[dict[str, Any]]:
             "discarded": experience.discarded_tokens,
             "left": experience.excluded_tokens + experience.dropped_tokens,
         }
-        for prompt, group, ids, truncated, version, score in zip(
+        for prompt, group, ids, flags, truncated, version, score in zip(
             responses.prompts,
             responses.group_ids.tolist(),
             views,
+            sampled,
             responses.truncated,
             responses.weight_versions.tolist(),
             responses.scores,
@@ -242,7 +284,10 @@ SETTINGS = {
     "demonstrations, hooks": Setting(WHOLE, "hooks", has_demonstrations=True),
     "replay": Setting(WHOLE, "replay", has_demonstrations=True),
     "replay, partial": Setting(PARTIAL, "replay", has_demonstrations=True),
-    "all at once": Setting(FILTERED_PARTIAL, "hooks", True, True),
+    "turns": Setting(WHOLE, has_turns=True),
+    "turns, partial": Setting(PARTIAL, has_turns=True),
+    "turns, partial, replay": Setting(PARTIAL, "replay", True, has_turns=True),
+    "all at once": Setting(FILTERED_PARTIAL, "hooks", True, True, True),
 }
 
 
@@ -282,6 +327,15 @@ def check(setting: Setting, found: list[dict[str, Any]], steps: list[list[dict[s
     if setting.rules.is_partial:
         versions = [(row["version"], number) for number, step in enumerate(steps) for row in step]
         assert any(0 <= version < number for version, number in versions), "none continued"
+    if setting.has_turns:
+        appended = [row["sampled"].count(False) for row in found]
+        assert sum(map(bool, appended)) > len(found) // 4
+        assert all(row["ids"][-1] < 2000 for row in found), "it ends with what was sampled"
+        assert all(
+            (token >= 2000) != flag
+            for row in found
+            for token, flag in zip(row["ids"], row["sampled"], strict=True)
+        )
     demonstrations = [row for row in found if row["version"] == DEMONSTRATED]
     assert bool(demonstrations) == setting.has_demonstrations
     known = [row["ids"] for row in found if row["version"] >= 0 and row["correct"]]
@@ -320,7 +374,7 @@ def test_every_sampled_token_is_in_one_row_of_the_table(name: str) -> None:
     engine = Counted(1)
     engine.capacity = 5
     job = replace(setting.job(), verdicts=VerdictRules(min_group=2, max_excluded_share=0.9))
-    sampler = LaunchSampler(engine, FailsAtSevenths(), words, WORLD, DISPLAY)
+    sampler = LaunchSampler(engine, FailsAtSevenths(), words, WORLD, DISPLAY, setting.turns())
     rollouts = rollouts_of(sampler, job)
     reasons: Counter[str] = Counter()
     for step in range(1, STEPS + 1):
@@ -332,7 +386,7 @@ def test_every_sampled_token_is_in_one_row_of_the_table(name: str) -> None:
         reasons["discarded"] += experience.discarded_tokens
     assert reasons["no_verdict"] > 0
     held = [one for one in job.store._held.values() if one.spans[0].version != DEMONSTRATED]
-    num_open = sum(len(one.token_ids) for one in held)
+    num_open = sum(one.num_sampled for one in held)
     assert reasons.total() + num_open == engine.num_tokens
 
 

@@ -16,7 +16,6 @@ from megatron_rl.protocols import NOTHING
 from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.workers.values import score
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
-from megatron_rl.rollouts.backends.replica import Open, Replica
 from megatron_rl.rollouts.environments import turns
 from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings, environment_class
 from megatron_rl.rollouts.environments.outcomes import appended, turns_of
@@ -235,13 +234,14 @@ def test_a_token_that_was_encoded_again_is_found(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: the engine is given other ids for the text of the turns before."""
-    plain = Replica._so_far
+    plain = Talking.submit
 
-    def encoded_again(self: Replica, one: Open) -> Sequence[int]:
-        ids = list(plain(self, one))
-        return [ids[0] + 1, *ids[1:]] if ids else ids
+    def encoded_again(self: Talking, *asked: Any) -> list[int]:
+        *rest, so_far = asked
+        changed = {number: [ids[0] + 1, *ids[1:]] for number, ids in so_far.items()}
+        return plain(self, *rest, changed)
 
-    monkeypatch.setattr(Replica, "_so_far", encoded_again)
+    monkeypatch.setattr(Talking, "submit", encoded_again)
     assert problems(sampled(tokenizer)[0])
 
 
