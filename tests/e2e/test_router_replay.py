@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.test_mismatch import SETTINGS, table_of
 from tests.e2e.test_partial import PARTIAL
 from tests.e2e.toy import overrides, untimed_rows, write_data, write_experts
+from tests.e2e.turns import write_turns
 from tests.launch import REPO, launch
 
 pytestmark = pytest.mark.full
@@ -33,13 +34,24 @@ def train(folder: Path, name: str, *more: str, plugin: tuple[str, ...] = ()) -> 
     return [row for row in untimed_rows(folder / name) if "policy/ratio_max" in row]
 
 
-def test_noise_of_the_policy_s_routers_is_no_gap(folder: Path) -> None:
+TURNS = ("env.name=letters", "reward.max_excluded_share=0.5", "rollout.max_response_tokens=48")
+
+
+@pytest.mark.parametrize("turns", [(), TURNS])
+def test_noise_of_the_policy_s_routers_is_no_gap(
+    folder: Path, tmp_path: Path, turns: tuple[str, ...]
+) -> None:
     gaps = {}
+    plugin = NOISE
+    if turns:
+        folder = write_turns(tmp_path, write_experts)
+        plugin = (*NOISE, "--plugin", str(folder / "letters.py"))
     for replay in ("none", "rollout"):
         # Sequences that the engine did not sample are routed live, with the noise.
         free = ("weight_sync.logprob_check_every=0", "mismatch_limits.abort_above=null")
-        settings = (*DATA_PARALLEL, *free, f"rollout.router_replay={replay}")
-        first, _ = train(folder, replay, *settings, plugin=NOISE)
+        settings = (*DATA_PARALLEL, *free, f"rollout.router_replay={replay}", *turns)
+        first, _ = train(folder, replay, *settings, plugin=plugin)
+        assert not turns or first["environment/turns"] > 2
         gaps[replay] = first["mismatch/logprob_abs_diff_mean"]
     assert gaps["none"] >= 10 * gaps["rollout"] > 0
 

@@ -22,7 +22,7 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.environments.turns import ENDS
-from tests.e2e.toy import LETTERS, overrides, rows, untimed_rows
+from tests.e2e.toy import LETTERS, overrides, rows, timeless, without
 from tests.e2e.turns import AGENT, BOUND, SETTINGS, words_of_turns, write_turns
 from tests.launch import REPO, end, launch, torchrun
 
@@ -264,7 +264,12 @@ def test_a_run_that_was_killed_in_calls_continues_bit_for_bit(
     for _ in range(kills):
         killed_in_a_call(place, rng.randint(*CALLS_BEFORE), *more)
     killed = train(place, "killed", *more)
-    assert untimed_rows(killed) == untimed_rows(whole)
+    # What was sampled beyond the level of a step, and is dropped, is a matter of timing.
+    found, expected = (
+        [without(timeless(row), "tokens/discarded") for row in rows(each)]
+        for each in (killed, whole)
+    )
+    assert found == expected
     weights = [load_file(path / "export" / "model.safetensors") for path in (whole, killed)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     if source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -68,9 +69,9 @@ SETTINGS = (
 )
 
 
-def write_turns(folder: Path) -> Path:
-    """Model, data and plug-in."""
-    write_model(folder / "model")
+def write_turns(folder: Path, write: Callable[[Path], None] = write_model) -> Path:
+    """Model (by ``write``), data and plug-in."""
+    write(folder / "model")
     tokenizer = load_tokenizer(folder / "model")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")

@@ -50,14 +50,6 @@ def _with_turns(config: Config) -> Iterator[str]:
     """What is not built for responses of several turns."""
     rollout = config.rollout
     others = {
-        "source.schedule = free": (
-            config.source.is_servers and config.source.schedule == "free",
-            "source.schedule=lockstep",
-        ),
-        f"rollout.router_replay = {rollout.router_replay}": (
-            rollout.router_replay != "none",
-            "rollout.router_replay=none",
-        ),
         f"rollout.stop = {[*rollout.stop]}": (bool(rollout.stop), "rollout.stop=[]"),
     }
     for key, (is_on, remedy) in others.items():
