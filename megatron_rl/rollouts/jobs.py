@@ -35,6 +35,11 @@ class GenerationJob:
     demonstrations: Demonstrations | None = None
     store: ResponseStore = field(default_factory=ResponseStore)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether a run that is resumed generates the same again."""
+        return self.plan.seed is not None
+
     def demonstration(self, prompt: Prompt, response: int) -> Completion | None:
         known = self.demonstrations
         return None if known is None else known.get(prompt, response)

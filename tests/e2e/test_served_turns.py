@@ -12,7 +12,7 @@ from tests.e2e.toy import rows
 from tests.e2e.turns import write_turns
 
 servers, register = test_servers.servers, test_servers.register
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def test_turns_of_free_servers_are_of_several_weights_and_computed_again(folder, register):

@@ -168,8 +168,9 @@ class Replica:
             (request, step, visit, _), got = one.wanted, one.got
             prompt = self.job.stream.prompt(request.group, visit)
             most = self.job.plan.of_step(step).max_response_tokens
-            asked = Waiting(self._num_asked, prompt, request.response, got, most, one.began_s)
-            self.turns.give(asked)
+            step = step if self.job.is_training else None
+            key, response = self._num_asked, request.response
+            self.turns.give(Waiting(key, step, prompt, response, got, most, one.began_s))
 
     def _end(self, one: Open, got: Completion, outcome: Outcome | None) -> None:
         request = one.wanted.request

@@ -234,7 +234,8 @@ class ServerRequests:
                 if asked_turns is None:
                     return got, None, False
             most = sampling.max_response_tokens
-            waiting = Waiting(0, prompt, request.response, got, most, began_s)
+            step = wanted.step if self.job.is_training else None
+            waiting = Waiting(0, step, prompt, request.response, got, most, began_s)
             outcome = await asked_turns.outcome(waiting)
             if outcome.is_over:
                 return replace(got, truncated=got.truncated or outcome.truncated), outcome, False

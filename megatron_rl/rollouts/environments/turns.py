@@ -18,6 +18,12 @@ from megatron_rl.plugins import loaded
 from megatron_rl.rewards.build import as_task
 from megatron_rl.rewards.workers.pool import WorkerPool
 from megatron_rl.rollouts.batch_thread import BatchThread
+from megatron_rl.rollouts.environments.answers import (
+    FOLDER,
+    RecordedAnswers,
+    Reply,
+    answer_key,
+)
 from megatron_rl.rollouts.environments.base import EnvironmentSettings, environment_class
 from megatron_rl.rollouts.environments.outcomes import Outcome, turns_of
 from megatron_rl.rollouts.environments.rendering import MessageRendering
@@ -34,12 +40,14 @@ class Waiting(NamedTuple):
 
     Attributes:
         key: Under which its outcome is told.
+        step: Of training; None: it is for nothing that a run repeats.
         whole: All of it.
         most_tokens: It may have in all.
         began: When its first turn was, by ``time.monotonic``.
     """
 
     key: Hashable
+    step: int | None
     prompt: Prompt
     response: int
     whole: Completion
@@ -75,6 +83,10 @@ class Turns:
         self._num_problems = 0
         self._spent_s = 0.0  # of env.step_timeout_s
         self._thread = BatchThread(self._outcomes, "turns")
+        # As many steps as a run may go back to a checkpoint, or many.
+        checkpoint = config.checkpoint
+        num_steps = (checkpoint.every_steps or 100) * (checkpoint.keep + 1)
+        self._recorded = RecordedAnswers(Path(config.run_dir) / FOLDER, num_steps)
 
     def asks(self, whole: Completion) -> bool:
         """Whether the environment is to be asked: the model has ended its message."""
@@ -115,16 +127,24 @@ class Turns:
 
     def _outcomes(self, waiting: list[Waiting]) -> list[tuple[Hashable, Outcome]]:
         """In the thread."""
-        items = []
+        replies: dict[Hashable, Reply] = {}
+        asked = []
         for one in waiting:
             turns = [self._text(ids) for ids in turns_of(one.whole)]
             seed = episode_seed(self._seed, one.prompt.uid, one.response)
-            items.append((as_task(one.prompt, lambda prompt: prompt.text), seed, turns))
-        replies = self._replies(items)
-        return [
-            (one.key, self._outcome(one, reply))
-            for one, reply in zip(waiting, replies, strict=True)
-        ]
+            key = answer_key(one.prompt.uid, seed, turns)
+            known = {} if one.step is None else self._recorded.of_step(one.step)
+            if key in known:
+                replies[one.key] = known[key]
+            else:
+                item = as_task(one.prompt, lambda prompt: prompt.text), seed, turns
+                asked.append((one, key, item))
+        answered = self._replies([item for _, _, item in asked]) if asked else []
+        for (one, key, _), reply in zip(asked, answered, strict=True):
+            replies[one.key] = reply
+            if one.step is not None:
+                self._recorded.add(one.step, key, reply)
+        return [(one.key, self._outcome(one, replies[one.key])) for one in waiting]
 
     def _replies(self, items: list[Any]) -> list[dict[str, Any]]:
         """What the workers say, within what is left of ``env.step_timeout_s``."""

@@ -169,7 +169,7 @@ def test_no_response_waits_longer_than_the_budget_of_a_generation(
         whole = Completion(ids, [0.0] * len(ids), False, 0)
         for number in range(2):
             prompt = Prompt(f"p{number}", (2,), "4", "toy")
-            found.give(Waiting(number, prompt, 0, whole, 99, time.monotonic()))
+            found.give(Waiting(number, None, prompt, 0, whole, 99, time.monotonic()))
         told: list[Any] = []
         while len(told) < 2:
             told += found.take()
