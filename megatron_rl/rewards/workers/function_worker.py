@@ -1,7 +1,5 @@
 """Calls the user's reward function inside its worker, and checks what it returns."""
 
-import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -10,7 +8,7 @@ from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.registry import require_two_arguments
 from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 from megatron_rl.rewards.workers.served import ServedReward
-from megatron_rl.rewards.workers.values import score
+from megatron_rl.rewards.workers.values import score, waited
 
 _KEY = "reward.function"
 
@@ -24,11 +22,9 @@ class FunctionJudge:
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
-        # One event loop for all calls: a client of a service keeps its connections.
-        self._runner = asyncio.Runner()
         if setup.server is not None:
             served = ServedReward(setup.server, setup.server_limit_s)
-            self._runner.run(served.check())
+            waited(served.check())
             self._function: Callable[..., Any] = served
             return
         self._function = import_function(str(setup.function), _KEY)
@@ -37,9 +33,7 @@ class FunctionJudge:
     def verify(self, tasks: Sequence[Task], responses: Sequence[str]) -> dict[str, Any]:
         """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` of the whole call."""
         try:
-            returned = self._function(list(tasks), list(responses))
-            if inspect.isawaitable(returned):
-                returned = self._runner.run(_awaited(returned))
+            returned = waited(self._function(list(tasks), list(responses)))
             # Of a mapping ``list`` would take the keys, and a set has no order.
             if isinstance(returned, Mapping | Set | str | bytes):
                 kind = type(returned).__name__
@@ -51,7 +45,3 @@ class FunctionJudge:
             counts = f"{len(returned)} rewards for {len(responses)} responses"
             return {"problem": f"ValueError: it returned {counts}"}
         return {"scores": [score(value) for value in returned]}
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

@@ -1,5 +1,8 @@
-"""Checks of the values that a user's code returns for a response."""
+"""What a user's code returns in a worker, and checks of its values for a response."""
 
+import asyncio
+import functools
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -47,3 +50,18 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}")
     return number
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+def waited(value: Any) -> Any:
+    """What an awaitable gives, by the one event loop of this process, in which a client keeps its
+    connections; any other value as it is."""
+    return _runner().run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -109,6 +109,7 @@ class Environment:
 
     def step(self, text: str, seed: int) -> str | Sequence[Message] | Done:
         """What follows a turn: the content of a message of the user, several messages, or the end.
+        It may be ``async def``, as ``start`` and tools may.
 
         Args:
             text: What the model has sampled in this turn, without special tokens.

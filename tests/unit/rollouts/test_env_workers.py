@@ -24,7 +24,7 @@ from tests.unit.rollouts.test_turns import TEMPLATE
 
 TASK = Task("p:1", "4", "toy", {})
 PLUGIN = """
-import os, random, signal, time
+import asyncio, os, random, signal, time
 from megatron_rl.rollouts.environments.base import Done, Environment, register_environment
 
 @register_environment("fragile")
@@ -35,6 +35,7 @@ class Fragile(Environment):
     def step(self, text, seed):
         self.seen.append(text)
         if text == "hang": time.sleep(60)
+        if text == "later": return self.later()
         if text == "loop":
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
             while True: pass
@@ -55,6 +56,10 @@ class Fragile(Environment):
         if text == "nan": return Done(float("nan"))
         if text == "draw": return str(random.random())
         return "+".join(self.seen)
+
+    async def later(self):
+        await asyncio.sleep(0)
+        return f"{id(asyncio.get_running_loop())}"
 """
 SETTINGS = {"memory_bytes": 3 << 30, "max_message_characters": 40}
 
@@ -120,6 +125,8 @@ def test_what_it_answers(pool: Callable[..., WorkerPool]) -> None:
     assert texts == ["a", "a+b", "a+c", "a+b"]
     (done,) = workers.judge([item("a", "done")])
     assert done["done"] == {"reward": 0.5, "accuracy": 0.0, "parts": {"seen": 2.0}}
+    first, second = workers.judge([item("later"), item("later")])
+    assert first == second and "messages" in first, "one event loop"
     (named,) = workers.judge([item("name")])
     assert named["messages"] == [{"role": "tool", "name": "x" * 100, "content": "a"}]
     long, broken, one, same, differs = workers.judge(
