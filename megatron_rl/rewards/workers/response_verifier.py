@@ -113,7 +113,7 @@ def _compiled(pattern: str | None) -> ResponsePattern | None:
 def seed_libraries(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        sys.modules["numpy"].random.seed(seed % 2**32)  # it takes no larger one
 
 
 @dataclass

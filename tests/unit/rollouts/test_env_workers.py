@@ -25,6 +25,7 @@ from tests.unit.rollouts.test_turns import TEMPLATE
 TASK = Task("p:1", "4", "toy", {})
 PLUGIN = """
 import asyncio, os, random, signal, time
+import numpy  # whose seeds are smaller
 from megatron_rl.rollouts.environments.base import Done, Environment, register_environment
 
 @register_environment("fragile")
@@ -54,7 +55,7 @@ class Fragile(Environment):
         if text == "long": return "x" * 100_000_000
         if text == "done": return Done(0.5, {"seen": len(self.seen)})
         if text == "nan": return Done(float("nan"))
-        if text == "draw": return str(random.random())
+        if text == "draw": return f"{random.random()} {numpy.random.random()}"
         return "+".join(self.seen)
 
     async def later(self):
