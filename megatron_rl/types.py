@@ -146,11 +146,7 @@ def num_appended(spans: Sequence[VersionSpan], behind: int = 0) -> int:
 
 
 # Fields of ``Completion`` with several places a token: their type, and what free places hold.
-PLACES = {
-    "kept": ("i", -1),
-    "likely": ("i", -1),
-    "sampler_likely_logprobs": ("f", -math.inf),
-}
+PLACES = {"kept": ("i", -1), "likely": ("i", -1), "sampler_likely_logprobs": ("f", -math.inf)}
 
 
 @dataclass(frozen=True)

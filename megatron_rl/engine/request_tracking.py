@@ -62,11 +62,7 @@ class RequestTracker:
     _open: dict[int, _Open] = field(default_factory=dict)  # by request id
 
     def begin(
-        self,
-        llm: LLM,
-        prompt: Prompt,
-        sampling: Sampling,
-        responses: Mapping[int, Sequence[int]],
+        self, llm: LLM, prompt: Prompt, sampling: Sampling, responses: Mapping[int, Sequence[int]]
     ) -> list[int]:
         """Queues these responses (number among all to the prompt -> tokens that it has already) and
         returns their request ids. ``sampling`` has a seed."""

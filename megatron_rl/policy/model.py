@@ -37,12 +37,7 @@ from megatron_rl.policy.passes.latent_attention import (
     WholeLinear,
     set_packed_angles,
 )
-from megatron_rl.policy.passes.vision import (
-    add_tower,
-    embed,
-    set_image_angles,
-    set_tower_angles,
-)
+from megatron_rl.policy.passes.vision import add_tower, embed, set_image_angles, set_tower_angles
 from megatron_rl.policy.precision import model_fields
 
 

@@ -28,11 +28,7 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rollouts.build import (
-    SourceParts,
-    build_colocated,
-    build_served,
-)
+from megatron_rl.rollouts.build import SourceParts, build_colocated, build_served
 from megatron_rl.rollouts.demonstrations import KEY, Demonstrations, check_demonstrations, encoder
 from megatron_rl.rollouts.environments.turns import needs_reward, turns_of_run
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
@@ -193,10 +189,7 @@ def build_demonstrations(
 
 
 def read_prompts(
-    config: Config,
-    world: World,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionProcessor | None,
+    config: Config, world: World, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None
 ) -> tuple[Data, GivenRows | None]:
     """Collective. The prompts of a run, and the rows of its warm start that are not held out. A run
     that samples nothing has these for training prompts, and reads no others.

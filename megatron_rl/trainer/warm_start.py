@@ -49,10 +49,7 @@ def supervised(config: Config) -> Config:
         "responses_per_prompt": 1,
     }
     changed = config.with_values(
-        data=rows,
-        batch=sizes,
-        trainer={"epochs_per_rollout": 1},
-        rollout={"router_replay": "none"},
+        data=rows, batch=sizes, trainer={"epochs_per_rollout": 1}, rollout={"router_replay": "none"}
     )
     return changed.model_copy(update={"method": load_method("sft").config})
 

@@ -190,12 +190,7 @@ class Packer:
         )
 
     def pack(
-        self,
-        batch: SequenceBatch,
-        rows: Sequence[int],
-        at_least: int = 0,
-        *,
-        prompts: bool = False,
+        self, batch: SequenceBatch, rows: Sequence[int], at_least: int = 0, *, prompts: bool = False
     ) -> Microbatch:
         """The micro-batch of sequences ``rows`` of ``batch``.
 

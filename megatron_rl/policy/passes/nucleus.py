@@ -19,10 +19,7 @@ _DIGIT_MASK = (1 << _DIGIT_BITS) - 1
 
 
 def nucleus_entropy(
-    hidden: Float[Tensor, "t h"],
-    weight: Float[Tensor, "v_local h"],
-    head: Head,
-    probability: float,
+    hidden: Float[Tensor, "t h"], weight: Float[Tensor, "v_local h"], head: Head, probability: float
 ) -> Float[Tensor, " t"]:
     """-sum_v q_v log q_v in nats, with gradient, over the smallest set of most likely tokens whose
     probability reaches ``probability``; q = p / (probability of the set).

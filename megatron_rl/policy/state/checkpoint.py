@@ -25,12 +25,7 @@ from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory, facts, safe_load
-from megatron_rl.checkpoints.part_writer import (
-    BLOCK_BYTES,
-    PartWriter,
-    Settings,
-    saved_bytes,
-)
+from megatron_rl.checkpoints.part_writer import BLOCK_BYTES, PartWriter, Settings, saved_bytes
 from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.config.model_config import format_name
 from megatron_rl.policy.optimizer import create_state, parts

@@ -2,13 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from http.client import (
-    HTTPConnection,
-    HTTPException,
-    HTTPResponse,
-    HTTPSConnection,
-    IncompleteRead,
-)
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
