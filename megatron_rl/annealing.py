@@ -69,8 +69,7 @@ def temperatures(
     """See ``Annealing``, whose fields may be those of each position; float32, computed in float64
     so that every device has the same."""
     falling = 1 + start - (positions.double() / decay_tokens).exp()
-    annealed = falling.clamp(min=end)
-    return torch.where(positions < plain_tokens, 1.0, annealed).float()
+    return torch.where(positions < plain_tokens, 1.0, falling.clamp(min=end)).float()
 
 
 def policy_temperatures(
@@ -98,5 +97,4 @@ class AnnealConfig(Piece):
         """That of a run; None where it is off."""
         if self.start is None:
             return None
-        values = self.model_dump(exclude={"policy"})
-        return Annealing(**values, in_policy=self.policy == "annealed")
+        return Annealing(**self.model_dump(exclude={"policy"}), in_policy=self.policy == "annealed")

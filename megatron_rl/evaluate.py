@@ -30,8 +30,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("words", nargs="*", metavar="RUN | key=value", help=words)
     steps = "of RUN: last (default), all (with step 0, its model) or numbers, 0,20,40"
     add("--steps", metavar="STEPS", help=steps)
-    out = "default RUN/evaluation or runs/evaluation"
-    add("--out", type=Path, metavar="DIR", help=out)
+    add("--out", type=Path, metavar="DIR", help="default RUN/evaluation or runs/evaluation")
     portion = "whose responses go to the disk together; default: what fills the engines 8 times"
     add("--prompts-at-a-time", type=_positive, metavar="N", help=portion)
     add_root(parser, "of a model alone: a RUN has its own settings")

@@ -26,8 +26,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, "python -m megatron_rl.sample")
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE")
-    settings = "settings, e.g. rollout.dtype=float32"
-    add("overrides", nargs="*", metavar="key=value", help=settings)
+    add("overrides", nargs="*", metavar="key=value", help="settings, e.g. rollout.dtype=float32")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     add("--chat", action="store_true", help="talk to it, a line a message; it uses its tools")
     add("--num-prompts", type=int, default=4, help="of data.eval (default 4)")

@@ -46,8 +46,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("overrides", nargs="+", metavar="key=value[,value...]")
     add("--out", type=Path, required=True, help="folder of the runs")
-    nproc = "processes per run (per node under Slurm)"
-    add("--nproc", type=int, required=True, help=nproc)
+    add("--nproc", type=int, required=True, help="processes per run (per node under Slurm)")
     parallel = (
         "runs at a time: here 1 unless given, with several each gets its share of the GPUs;\n"
         "of a Slurm array as many as fit unless given"
@@ -57,8 +56,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--metric", action="append", default=[], metavar="KEY", help=metric)
     sbatch = "submit the runs to Slurm as one array of jobs, with these options in one string"
     add("--sbatch", nargs="?", const="", help=sbatch)
-    dry_run = "print the commands, ready for a shell, and exit"
-    add("--dry-run", action="store_true", help=dry_run)
+    add("--dry-run", action="store_true", help="print the commands, ready for a shell, and exit")
     add_plugin_option(parser, "passed on to every run")
     add_root(parser, "passed on to every run")
     return parser.parse_intermixed_args(argv)  # options may stand between overrides

@@ -47,5 +47,4 @@ def receiving_end(
 ) -> transfer_backend.Sync:
     """Collective over trainer and workers: the plan is made. The trainer's end is
     ``weight_sync.fleet.joint.JointSync``."""
-    sync = ReshardSync(None, sink, options, gpus_per_node=None, device=device(), group=group)
-    return sync.sync
+    return ReshardSync(None, sink, options, gpus_per_node=None, device=device(), group=group).sync

@@ -231,8 +231,7 @@ class CheckpointReader:
             )
         self.path = path
         self.metadata = FileSystemReader(path).read_metadata() if allow_pickle else read_index(path)
-        keys = self.metadata.state_dict_metadata
-        prefixed = any(key.startswith(NEMO_PREFIX) for key in keys)
+        prefixed = any(key.startswith(NEMO_PREFIX) for key in self.metadata.state_dict_metadata)
         self.prefix = NEMO_PREFIX if prefixed else ""
 
     def array(self, item: LayerTensor, *, any_rows: bool = False) -> tuple[str, Any]:

@@ -62,8 +62,7 @@ class PartReader:
             ValueError: the checkpoint lacks something, or has it in another shape, or reading it
                 could run a program.
         """
-        plan = LoadPlan(self.items())
-        self._reader.read_data(plan, _Targets(self._wanted, self.objects)).wait()
+        self._reader.read_data(LoadPlan(self.items()), _Targets(self._wanted, self.objects)).wait()
 
     def items(self) -> list[ReadItem]:
         """Which stored chunks are read, and where each goes. Raises ValueError as ``read``."""

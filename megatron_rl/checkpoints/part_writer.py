@@ -166,8 +166,7 @@ class PartWriter:
     def _current(self) -> _Block:
         if self._block is None:
             self._room.acquire()
-            pinned = self._settings.pinned
-            self._block = _Block(self._memory.take(self._block_bytes, pinned=pinned))
+            self._block = _Block(self._memory.take(self._block_bytes, pinned=self._settings.pinned))
         return self._block
 
     def _hand_over(self) -> None:

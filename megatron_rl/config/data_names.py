@@ -55,8 +55,7 @@ def matching_files(entry: str) -> list[Path]:
     if not glob.has_magic(entry):
         return []
     # Sorted as texts: the order of the files is that of their rows, and must not depend on a disk.
-    names = sorted(glob.glob(entry, recursive=True))
-    return [Path(name) for name in names if Path(name).is_file()]
+    return [Path(name) for name in sorted(glob.glob(entry, recursive=True)) if Path(name).is_file()]
 
 
 def data_problems(key: str, value: str | tuple[str, ...]) -> Iterator[str]:

@@ -294,8 +294,7 @@ def _nearest_keys(key: str, known: Sequence[str]) -> str:
     for candidate in known:
         by_leaf.setdefault(candidate.rpartition(".")[2], []).append(candidate)
     sections = {candidate.partition(".")[0] for candidate in known}
-    cut_short = [candidate for candidate in known if candidate.startswith(key)]
-    close = by_leaf.get(leaf) or cut_short
+    close = by_leaf.get(leaf) or [candidate for candidate in known if candidate.startswith(key)]
     if not close and "." not in key:
         close = close_names(key, sections, cutoff=0.8)
     if not close:

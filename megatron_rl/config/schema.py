@@ -386,7 +386,6 @@ class Config(Piece):
         have one dtype and the engine keeps its weights in it."""
         if self.weight_sync.method != "auto":
             return self.weight_sync.method
-        one_dtype = self.precision.params == self.rollout.dtype
-        if one_dtype and self.rollout.quantization is None:
+        if self.precision.params == self.rollout.dtype and self.rollout.quantization is None:
             return "reshard"
         return "gather"

@@ -36,8 +36,7 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
         elif column is None or _has_column(rows, column):
             decided[role] = column
         elif column == _AUTO:
-            is_there = any(role in row for _, row in rows)
-            decided[role] = role if is_there else None
+            decided[role] = role if any(role in row for _, row in rows) else None
         else:
             hint = _hint(role, column, rows)
             problems.add(f"data.columns.{role}", "no row has this column", column, hint)
@@ -99,8 +98,7 @@ def letter_of(answer: str, choices: Sequence[str], is_index: bool = False) -> st
     """
     answer = answer.strip()
     if is_index:
-        is_there = answer.isdecimal() and int(answer) < len(choices)
-        return LETTERS[int(answer)] if is_there else None
+        return LETTERS[int(answer)] if answer.isdecimal() and int(answer) < len(choices) else None
     if answer in choices:  # first: of the choices C and A the answer A is B
         return LETTERS[choices.index(answer)]
     return answer if answer and answer in LETTERS[: len(choices)] else None

@@ -57,8 +57,7 @@ def read_rows(entry: str) -> Rows:
     """
     hf_set = parse(entry)
     library = _library()
-    local = hf_set.name.startswith(("/", ".", "~"))
-    if local and not Path(hf_set.name).is_dir():
+    if hf_set.name.startswith(("/", ".", "~")) and not Path(hf_set.name).is_dir():
         raise ValueError(
             f"{entry}: no such folder {hf_set.name}; give a folder of data files, or a name on "
             "the hub"

@@ -66,8 +66,7 @@ def write(path: Path, prompts: Sequence[Prompt]) -> None:
     contents: list[list[memoryview]] = []
     for prompt in prompts:
         outside: list[pickle.PickleBuffer] = []
-        images = tuple(map(_with_buffer, prompt.images))
-        whole = replace(prompt, images=images)
+        whole = replace(prompt, images=tuple(map(_with_buffer, prompt.images)))
         pickled.append(pickle.dumps(whole, protocol=5, buffer_callback=outside.append))
         contents.append([buffer.raw() for buffer in outside])
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, _SCHEMA) as stream:

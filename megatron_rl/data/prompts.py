@@ -243,8 +243,7 @@ def read_drafts(
             _, value = lookup(row, columns.images)
         elif not isinstance(draft.prompt, str):
             what = "a list of image columns needs a prompt that is a text"
-            remedy = "give the messages' images as one column"
-            problems.add(number, what, draft.prompt, remedy)
+            problems.add(number, what, draft.prompt, "give the messages' images as one column")
         else:
             text, value = numbered_images(draft.prompt, row, columns.images)
             draft = draft._replace(prompt=text)

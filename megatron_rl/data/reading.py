@@ -134,8 +134,7 @@ def with_steps(config: Config, data: Data) -> Config:
             f" step of batch.prompts_per_step = {config.batch.prompts_per_step}; give"
             " trainer.num_steps and trainer.num_epochs=null, more data, or smaller steps"
         )
-    num_steps = config.warm_start.steps + epochs * of_epoch
-    return config.with_values(trainer={"num_steps": num_steps})
+    return config.with_values(trainer={"num_steps": config.warm_start.steps + epochs * of_epoch})
 
 
 def _without(source: PromptSource, held_out: Sequence[Prompt]) -> PromptSource:

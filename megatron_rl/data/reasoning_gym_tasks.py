@@ -62,9 +62,8 @@ def _split_tasks(text: str) -> list[str]:
     """
     tasks: list[str] = []
     for fragment in text.split("+"):
-        name = fragment.partition("?")[0]
         # ``operators=["+"]`` falls into ``...["`` and ``"]``, which is no name.
-        if tasks and not name.replace("_", "").isalnum():
+        if tasks and not fragment.partition("?")[0].replace("_", "").isalnum():
             tasks[-1] += "+" + fragment
         else:
             tasks.append(fragment)

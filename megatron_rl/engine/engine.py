@@ -114,8 +114,7 @@ class VllmEngine:
         experts = ExpertReader(self._llm) if config.router_replay == "rollout" else None
         self._tracker = RequestTracker(eos_token_ids(Path(model_path)), multimodal, experts)
         # What it works on at a time, and some to continue with until more is handed out.
-        at_a_time = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-        self.capacity = at_a_time * 9 // 8 + 1
+        self.capacity = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs * 9 // 8 + 1
         _ALIVE.append(self._llm)
         if not self._is_filled:
             self._read_what_no_sync_fills()

@@ -75,8 +75,7 @@ class RequestTracker:
         for number, there in responses.items():
             left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(there))
             requests.append(behind(prepared, there))
-            seed = first + number
-            params.append(vllm_sampling(left, seed, self.eos_token_ids, len(there)))
+            params.append(vllm_sampling(left, first + number, self.eos_token_ids, len(there)))
         names = llm.enqueue(requests, params, use_tqdm=False)
         # vLLM numbers requests, and puts random letters after the number; its outputs have the
         # number alone.

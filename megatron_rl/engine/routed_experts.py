@@ -133,8 +133,7 @@ class ExpertReader:
         if found is None:
             return not_given(tokens.num_tokens, tokens.width)
         rows = packed_rows(found, tokens._replace(num_tokens=len(found) + 1))
-        others = not_given(tokens.num_tokens - len(rows), tokens.width)
-        return np.concatenate([rows, others])
+        return np.concatenate([rows, not_given(tokens.num_tokens - len(rows), tokens.width)])
 
     def _kept(self, name: str, num_tokens: int) -> Experts | None:
         return self._llm.collective_rpc("kept_experts", args=(name, num_tokens))[0]

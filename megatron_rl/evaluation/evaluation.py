@@ -273,8 +273,7 @@ class Asking:
         """Collective: rows for the file, a slice at a time on rank 0; empty ones elsewhere."""
         for first in range(0, len(responses), _ROWS_AT_ONCE):
             rows = range(first, min(first + _ROWS_AT_ONCE, len(responses)))
-            shown = self.sampler.shown(responses, rows) or []
-            numbered = enumerate(shown, start=first)
+            numbered = enumerate(self.sampler.shown(responses, rows) or [], start=first)
             yield [_row(step, row % self.sampling.num_responses, each) for row, each in numbered]
 
 

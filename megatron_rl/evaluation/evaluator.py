@@ -57,8 +57,7 @@ def build_evaluator(
     prompts = data.held_out_prompts[: config.evaluation.num_prompts]
     if "is_demonstration" in method.reads:
         prompts = [without_demonstrations(prompt) for prompt in prompts]
-    sampling = evaluation_sampling(config, stop_ids)
-    return Evaluator(config, sampler, prompts, sampling)
+    return Evaluator(config, sampler, prompts, evaluation_sampling(config, stop_ids))
 
 
 def judged(responses: Responses) -> Judged:

@@ -146,8 +146,7 @@ def sampler_of(
         raise ValueError(problem)
     engine = build_engine(config, weights, vision_config, world, display)
     load_weights(config, weights, engine, world, display)
-    decode = text_of(tokenizer)
-    return LaunchSampler(engine, reward, decode, world, display, turns)
+    return LaunchSampler(engine, reward, text_of(tokenizer), world, display, turns)
 
 
 def _prompts(

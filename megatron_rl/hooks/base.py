@@ -198,8 +198,7 @@ def register_sampling_hook(
     """
 
     def register(make: Maker) -> Maker:
-        of_class = isinstance(make, type)
-        function, positional = (make.__init__, ("self",)) if of_class else (make, ())
+        function, positional = (make.__init__, ("self",)) if isinstance(make, type) else (make, ())
         schema = new_schema(ROLLOUT_HOOKS, name, function, positional)
         # Of a function this is the default: False.
         remembers = getattr(make, "remember", SamplingHook.remember) is not SamplingHook.remember

@@ -104,8 +104,7 @@ class Exgrpo(Replay):
         if not turn:
             size = groups[0].num_responses
             most = round(len(groups) * self.share / (1 - self.share))
-            here = {first_uid(group.prompt.uid) for group in groups}
-            drawn = self.draw(step, size, most, here)
+            drawn = self.draw(step, size, most, {first_uid(group.prompt.uid) for group in groups})
             known = [(self.prompts[uid], self.known[uid]) for uid in drawn]
             self._asks = [Ask(prompt, len(of) + size - 1, given=of) for prompt, of in known]
             if self._asks:

@@ -72,11 +72,9 @@ class Vcrl(SamplingHook):
             priority = relative_variance(group)
             uid = group.prompt.uid
             if uid in self.bank:
-                before = self.bank[uid][0]
-                priority = self.momentum * before + (1 - self.momentum) * priority
+                priority = self.momentum * self.bank[uid][0] + (1 - self.momentum) * priority
             self.bank[uid] = (priority, group.prompt)
-        best = sorted(self.bank, key=lambda uid: (-self.bank[uid][0], uid))
-        for uid in best[self.capacity :]:
+        for uid in sorted(self.bank, key=lambda uid: (-self.bank[uid][0], uid))[self.capacity :]:
             if uid not in self._asked:
                 del self.bank[uid]
 
@@ -156,8 +154,7 @@ class Erpo(SamplingHook):
     _refused: Sequence[ScoredGroup] = field(default=(), init=False)
 
     def temperature(self, prompt: Prompt, plain: float) -> float:
-        in_a_row = self.visits.get(prompt.uid, 0)
-        return max(plain, min(self.highest, plain + in_a_row * self.increase))
+        return max(plain, min(self.highest, plain + self.visits.get(prompt.uid, 0) * self.increase))
 
     def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
         """Under dynamic sampling these are the groups that were all right."""

@@ -223,8 +223,7 @@ class MegatronPolicy:
             stack.enter_context(platform())
             if EXPERTS in names:
                 record = stack.enter_context(self._routing.recording(batch.batch, self.device))
-            packed = self.batching.packed(*batch.work, prompts=prompts)
-            buffer.fill(passes, packed, outputs)
+            buffer.fill(passes, self.batching.packed(*batch.work, prompts=prompts), outputs)
         scores = buffer.read()
         if record is None:
             return scores

@@ -63,8 +63,7 @@ class HiddenStates(GPTModel):
         if has_images:
             kwargs["position_ids"] = packed_seq_params.rope_positions
             if self.pre_process:
-                images = packed_seq_params.images
-                kwargs["decoder_input"] = embed(self, kwargs["input_ids"], images)
+                kwargs["decoder_input"] = embed(self, kwargs["input_ids"], packed_seq_params.images)
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         positions = getattr(packed_seq_params, "positions", None)
         if has_images or positions is None or found[1] is None:  # None: latent attention has them

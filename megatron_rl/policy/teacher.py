@@ -55,8 +55,7 @@ class FrozenTeacher:
         for item in held:
             item.tensor.requires_grad_(False)
         routing = Routing(self._modules, arch, ranks)
-        vocab_size = arch.vocab_size
-        self._passes = Passes(self._modules, ranks, vocab_size, settings.temperature, routing)
+        self._passes = Passes(self._modules, ranks, arch.vocab_size, settings.temperature, routing)
         # The dispatcher of experts decides how micro-batches are filled up.
         self._batching = replace(policy.batching, config=config)
         self._dispatchers = dispatcher_tensors(self._modules)

@@ -39,8 +39,7 @@ def welch(values: Sequence[float], others: Sequence[float]) -> Interval:
         return Interval(mean, -inf, inf)
     if not np.ptp(values) and not np.ptp(others):  # Welch's degrees of freedom would be 0 / 0
         return Interval(mean, mean, mean)
-    result = stats.ttest_ind(values, others, equal_var=False)
-    low, high = result.confidence_interval(_LEVEL)
+    low, high = stats.ttest_ind(values, others, equal_var=False).confidence_interval(_LEVEL)
     return Interval(mean, float(low), float(high))
 
 

@@ -156,8 +156,7 @@ def _tensorboard(run: TrackedRun) -> Tracker:
 
     # Its page drops what an earlier start wrote of the steps that are done again.
     writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step or None)
-    text = f"```json\n{json.dumps(run.record, indent=2)}\n```"
-    writer.add_text("config", text, run.first_step)
+    writer.add_text("config", f"```json\n{json.dumps(run.record, indent=2)}\n```", run.first_step)
 
     def log(step: int, values: dict[str, Any]) -> None:
         for key, value in values.items():

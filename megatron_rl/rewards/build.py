@@ -114,8 +114,7 @@ class WeightedReward:
             problems += self._verifier(name).check([as_task(prompt) for prompt in chosen])
         if problems:
             shown = first_few(problems, 10, "... {} more")
-            head = f"reward.verifier = {self._config.verifier}:"
-            raise ValueError("\n  - ".join([head, *shown]))
+            raise ValueError("\n  - ".join([f"reward.verifier = {self._config.verifier}:", *shown]))
         self._start_pool(self._verifiers)
 
     def close(self) -> None:

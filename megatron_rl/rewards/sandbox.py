@@ -161,8 +161,7 @@ def _bwrap() -> str | None:
 def command(kind: str) -> list[str]:
     """The command that starts Python in a sandbox of this kind."""
     source = Path(__file__).with_name("sandbox_program.py").read_text(encoding="utf-8")
-    python = os.path.realpath(sys.executable)
-    start = [python, "-I", "-S", "-c", source]
+    start = [os.path.realpath(sys.executable), "-I", "-S", "-c", source]
     if kind == "rlimits_only":
         return start
     arguments = [_bwrap() or "bwrap", *_ISOLATION]

@@ -145,8 +145,7 @@ def build_served(parts: SourceParts) -> Rollouts:
     folder = Path(config.run_dir) / FOLDER
     secret = world.from_main(lambda: run_secret(folder))
     # What waits for servers when the policy has changed is of the versions before.
-    is_staged = job.rules.lockstep and job.rules.staleness > 0
-    held = WeightHistory(parts.weights) if is_staged else None
+    held = WeightHistory(parts.weights) if job.rules.lockstep and job.rules.staleness > 0 else None
     # What becomes of requests when the weights change; in lockstep none is under way then.
     in_flight: InFlight = "wait" if job.rules.lockstep else "keep"
     fleet = FleetSync(
@@ -181,8 +180,7 @@ def _server_parts(parts: SourceParts, secret: str, in_flight: InFlight) -> Serve
     in_step = config.batch.prompts_per_step * config.batch.responses_per_prompt
 
     def switch(url: str, version: int) -> None:
-        server = HttpServer(url, TransferOptions().timeout_s, secret)
-        switch_weights(server, version, in_flight)
+        switch_weights(HttpServer(url, TransferOptions().timeout_s, secret), version, in_flight)
 
     ends = eos_token_ids(Path(config.model.path))
     multimodal = parts.multimodal()

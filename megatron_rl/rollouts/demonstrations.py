@@ -86,8 +86,7 @@ def demonstration(token_ids: Sequence[int]) -> Completion:
 
 def without_demonstrations(prompt: Prompt) -> Prompt:
     """To be answered by the engine alone."""
-    extra = {key: value for key, value in prompt.extra.items() if key != KEY}
-    return replace(prompt, extra=extra)
+    return replace(prompt, extra={key: value for key, value in prompt.extra.items() if key != KEY})
 
 
 def given(prompt: Prompt, responses: Sequence[Completion]) -> Prompt:

@@ -106,8 +106,7 @@ class LogprobCheck:
         pairs = [
             (row.token_ids[: row.num_context], row.token_ids[row.num_context :]) for row in rows
         ]
-        batch = sequence_batch(pairs, images=[row.images for row in rows])
-        return self.score(batch).logprobs.cpu()
+        return self.score(sequence_batch(pairs, images=[row.images for row in rows])).logprobs.cpu()
 
     def check(self, report: SyncReport, expected: Float[Tensor, " tokens"]) -> SyncReport:
         """Collective. The engine scores all sequences; returns the report with mean and largest
@@ -122,8 +121,7 @@ class LogprobCheck:
         ids = [one.token_ids for one in self.sequences]
         rows = self.engine.score(ids, [one.images for one in self.sequences])
         # The engine scores all tokens but the first: the logprob of token n is number n - 1.
-        pairs = zip(self.sequences, rows, strict=True)
-        wanted = [row[one.num_context - 1 :] for one, row in pairs]
+        wanted = [row[one.num_context - 1 :] for one, row in zip(self.sequences, rows, strict=True)]
         scored = torch.tensor(list(chain.from_iterable(wanted)))
         difference = (scored - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         place = difference.argmax()

@@ -36,8 +36,7 @@ class SamplingPlan:
         if version in self._by_version:
             return
         self._by_version[version] = self.hooks.as_they_are()
-        oldest = version - self.staleness
-        for past in [one for one in self._by_version if one < oldest]:
+        for past in [one for one in self._by_version if one < version - self.staleness]:
             del self._by_version[past]
 
     def __call__(self, step: int, prompt: Prompt, version: int, turn: int = 0) -> Sampling:

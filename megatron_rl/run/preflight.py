@@ -111,6 +111,5 @@ def _check_room(config: Config, arch: Architecture, keep_reference: bool) -> Non
     if kept.keep_every_steps:
         num_kept += config.trainer.steps // kept.keep_every_steps
         keys += f" with keep_every_steps = {kept.keep_every_steps}"
-    present = disk.used_bytes(folder / CHECKPOINTS)
-    if free + present < num_kept * checkpoint_bytes + export_bytes:
+    if free + disk.used_bytes(folder / CHECKPOINTS) < num_kept * checkpoint_bytes + export_bytes:
         logger.warning("run_dir = %s: %s; %s will fill the disk", folder, sizes, keys)

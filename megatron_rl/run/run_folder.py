@@ -158,8 +158,7 @@ class RunFolder:
         """Collective. A whole checkpoint of ``step``, for a run that has to wait and may be ended
         meanwhile."""
         self.check_save(wait=True)
-        path = step_path(self.path / CHECKPOINTS, step)
-        if not self._world.from_main(path.exists):
+        if not self._world.from_main(step_path(self.path / CHECKPOINTS, step).exists):
             self.save(step, policy, source)
 
     def check_save(self, *, wait: bool = False) -> None:
@@ -190,8 +189,7 @@ class RunFolder:
             scores: as they were when the newest was saved.
         """
         config = self._config.checkpoint
-        keep_best = config.keep_best
-        protected = [scores.best_step] if keep_best and scores.best_step is not None else []
+        protected = [scores.best_step] if config.keep_best and scores.best_step is not None else []
         prune(self.path / CHECKPOINTS, config.keep, protected, config.keep_every_steps)
         if protected:
             kept = has_best(self._config, scores)

@@ -101,8 +101,7 @@ def with_date(config: Config, world: World) -> Config:
     """Collective: ``config`` with the day that chat templates show: as given, or that of the run so
     far, or today. A run whose prompts change at midnight could not be resumed."""
     record = world.from_main(lambda: read_record(Path(config.run_dir) / CONFIG))
-    today = world.from_main(lambda: str(date.today()))
-    return _with_date_of(record, config, today)
+    return _with_date_of(record, config, world.from_main(lambda: str(date.today())))
 
 
 def _with_date_of(record: dict[str, Any] | None, config: Config, today: str | None) -> Config:
@@ -295,8 +294,7 @@ def _refuse_used(config: Config) -> None:
 
 def _refuse_all_damaged(config: Config, found: Path | None) -> None:
     root = Path(config.run_dir) / CHECKPOINTS
-    newest = directory.newest(root)
-    if found is None and newest is not None:
+    if found is None and directory.newest(root) is not None:
         raise ValueError(
             f"resume.checkpoint = auto: no checkpoint of {root} is whole; bring one back, delete"
             " them all to start from step 0 (the metrics so far are then archived), or give"

@@ -214,8 +214,7 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
         control = dist.new_group(backend="gloo", timeout=NO_LIMIT)
     rank = dist.get_rank()
     size = dist.get_world_size()
-    card = (uuid.uuid4().hex[:12], socket.gethostname(), os.getpid())
-    cards = gather_objects(card, control)
+    cards = gather_objects((uuid.uuid4().hex[:12], socket.gethostname(), os.getpid()), control)
     peers = [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)]
     failure.STATE.rank = rank
     failure.STATE.peers = peers
@@ -329,8 +328,7 @@ def log_to_file(folder: Path, rank: int, launch_id: str) -> None:
         OSError: the file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    file = os.open(folder / f"rank_{rank}.log", flags, 0o644)
+    file = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     os.write(file, f"--- launch {launch_id}, rank {rank}, {when}\n".encode())
     # What Python has buffered so far belongs to the console.

@@ -103,8 +103,7 @@ class Lease:
     def renew(self) -> None:
         """Another beat; does nothing when the file is gone."""
         if self.is_held:
-            beat = self._registration.beat + 1
-            self._registration = replace(self._registration, beat=beat)
+            self._registration = replace(self._registration, beat=self._registration.beat + 1)
             self._write()
 
     def end(self) -> None:

@@ -70,8 +70,7 @@ class StepView:
 
     def score(self, outputs: Outputs = (), batch: LocalBatch | None = None) -> TokenScores:
         """Collective: a pass of the policy as it is, over the rows or ``batch``; on the host."""
-        scores = self.policy.score(self.local if batch is None else batch, outputs)
-        return scores.map(Tensor.cpu)
+        return self.policy.score(self.local if batch is None else batch, outputs).map(Tensor.cpu)
 
     def response_sums(self, values: Float[np.ndarray, " tokens"]) -> Float[Tensor, " responses"]:
         """Collective: the float64 sum over each response of the step, summed by its owner in the

@@ -60,7 +60,6 @@ class TeacherLogprobs(Signal):
                 for rows in local.microbatches
             ]
             scores = teacher.score(replace(local, microbatches=own), outputs).map(torch.Tensor.cpu)
-            found = {"logprobs": scores.logprobs, **scores.columns}
-            for name, values in found.items():
+            for name, values in {"logprobs": scores.logprobs, **scores.columns}.items():
                 columns[f"teacher_{name}"] = columns.get(f"teacher_{name}", 0) + values
         return columns

@@ -58,8 +58,7 @@ class VisualEntropy(Signal):
         return with_visual_entropy(data, setup.model_path, setup.images, file, setup.world)
 
     def after_rollout(self, view: StepView) -> Columns:
-        prompts = view.experience.responses.prompts
-        values = [float(prompt.extra[EXTRA]) for prompt in prompts]
+        values = [float(prompt.extra[EXTRA]) for prompt in view.experience.responses.prompts]
         return {EXTRA: torch.tensor(values)}
 
 
@@ -123,8 +122,7 @@ class Tower:
         """In nats, of the features of the patches before they are merged."""
         pixels = self._processor.pixels(image).to(device())
         grid = torch.tensor([self._processor.grid(image)])
-        features = self._model(pixels, grid_thw=grid).last_hidden_state
-        return visual_entropy(features.cpu()).item()
+        return visual_entropy(self._model(pixels, grid_thw=grid).last_hidden_state.cpu()).item()
 
 
 def with_visual_entropy(

@@ -264,8 +264,7 @@ class Runner:
 
     def _start(self, trial: Trial) -> None:
         # The first share that no run has; a run keeps its own, since it has the GPUs of it.
-        taken = {live.slot for live in self._live}
-        slot = min(set(range(len(self._shares))) - taken)
+        slot = min(set(range(len(self._shares))) - {live.slot for live in self._live})
         error_file = self._scratch / f"{trial.name}.json"
         log = trial.folder / CONSOLE if self._has_logs else None
         words = self._command(trial)

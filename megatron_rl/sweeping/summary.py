@@ -43,8 +43,7 @@ def _variants(trials: Sequence[Trial], finished: set[str]) -> list[Variant]:
     for trial in trials:
         made = by_name[trial.same_as or trial.name]
         if trial.label in runs and made.name in finished and (made.folder / METRICS).is_file():
-            run = read_run(made.folder, made.name, [])
-            runs[trial.label].append(replace(run, finished=True))
+            runs[trial.label].append(replace(read_run(made.folder, made.name, []), finished=True))
     return [Variant(label, tuple(of_label)) for label, of_label in runs.items()]
 
 

@@ -68,8 +68,7 @@ def make_trials(overrides: Sequence[str], out: Path, root: Root) -> list[Trial]:
     trials = []
     for name, run, config in zip(names, runs, configs, strict=True):
         # Equal for two runs that would do the same, each in its folder.
-        identity = config.model_dump_json(exclude={"run_dir"})
-        same_as = first.setdefault(identity, name)
+        same_as = first.setdefault(config.model_dump_json(exclude={"run_dir"}), name)
         trial = Trial(
             name=name,
             overrides=(*run, as_override("run_dir", config.run_dir)),

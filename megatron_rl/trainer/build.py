@@ -363,8 +363,7 @@ def build_sync(
     sync = ReshardSync(policy, engine, options, gpus_per_node=world.local_size, device=device())
     if world.is_main:
         plan = sync.plan
-        across = plan.bytes_by_link["across_nodes"]
-        sizes = (plan.bytes_sent, across, plan.bytes_local)
+        sizes = (plan.bytes_sent, plan.bytes_by_link["across_nodes"], plan.bytes_local)
         logger.info(
             "weight sync: each sync sends %.1f MiB between processes, %.1f of them across nodes,"
             " both the least possible, and copies %.1f MiB inside them",

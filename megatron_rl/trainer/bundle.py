@@ -93,8 +93,7 @@ def write_bundle(
     tokens = gathered_on_main(experience.scored_tokens, responses, world)
     experts = responses.experts
     if experts is not None:
-        lengths = experience.sequences.lengths.numpy()
-        experts = gathered_on_main(experts, responses, world, lengths)
+        experts = gathered_on_main(experts, responses, world, experience.sequences.lengths.numpy())
     states = world.all_gather(random_state.capture())
     facts = BundleFacts(
         step=minibatch.step,

@@ -36,12 +36,10 @@ class MinibatchPlan:
         for epoch in range(self.epochs_per_rollout):
             if epoch > 0:
                 # A hash of integers is the same in every process, unlike that of a text.
-                seed = hash((self.seed, step, epoch)) % 2**63
-                generator = torch.Generator().manual_seed(seed)
+                generator = torch.Generator().manual_seed(hash((self.seed, step, epoch)) % 2**63)
                 order = torch.randperm(experience.num_groups, generator=generator)
             for groups in order.split(self.prompts_per_minibatch):
-                members = torch.isin(experience.group_ids, groups)
-                yield (members & keep).nonzero().flatten().tolist()
+                yield (torch.isin(experience.group_ids, groups) & keep).nonzero().flatten().tolist()
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,7 @@ class Learner:
         outputs = () if reference else tuple(self.signals.score_outputs)
         if self.records_experts and not reference:
             outputs = (*outputs, Output(EXPERTS))
-        scores = self.policy.score(experience.local, outputs, reference=reference)
-        return scores.map(Tensor.cpu)
+        return self.policy.score(experience.local, outputs, reference=reference).map(Tensor.cpu)
 
     def update(self, step: int, experience: Experience) -> dict[str, float]:
         """Collective: one optimizer step per minibatch; minibatches whose rows were all dropped are
@@ -175,8 +172,7 @@ class Learner:
             view = self.view(experience, placed, rows)
             # Each signal may take a pass of the policy: every rank asks them in this order.
             columns = {**experience.columns, **self.signals.before_minibatch(view)}
-            seen = replace(experience, columns=columns)
-            minibatch = Minibatch(step, number, seen, rows)
+            minibatch = Minibatch(step, number, replace(experience, columns=columns), rows)
             self.health.before(minibatch)
             result = self._update(minibatch, placed)
             self.health.after(minibatch, result)

@@ -65,8 +65,7 @@ class MinibatchLoss:
         """``result`` with the scores of ``local``."""
         if result.scores is None or not self._extended.extensions:
             return result
-        scores = result.scores.map(Tensor.cpu)
-        return replace(result, scores=self._extended.without(scores))
+        return replace(result, scores=self._extended.without(result.scores.map(Tensor.cpu)))
 
     def __call__(self, view: TokenView) -> LossOutput:
         """Between a forward and its backward: nothing here waits for the device."""

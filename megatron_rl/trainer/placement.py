@@ -51,13 +51,11 @@ class Placement:
         """Collective: ``experience`` with its tokens on their owners, and the batch of a pass over
         all rows."""
         responses = experience.responses
-        everything = range(len(responses))
-        plan = self.sharding.plan(experience.sequences, everything)
+        plan = self.sharding.plan(experience.sequences, range(len(responses)))
         owners = owning_ranks([plan], len(responses), self.sharding.owners)
         route = Route(responses.lengths, responses.holders, owners)
         tokens = exchange_rows(responses.tokens, route, self.world)
-        experts = self._experts(experience, route)
-        placed = self._placed(experience, plan, tokens, experts)
+        placed = self._placed(experience, plan, tokens, self._experts(experience, route))
         responses = replace(responses, tokens=placed.tokens, holders=owners, experts=None)
         experience = replace(experience, responses=responses, local=placed.local)
         given = placed.local.batch.experts

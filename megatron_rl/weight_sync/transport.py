@@ -134,8 +134,7 @@ class Transport:
         ``rounds_in_flight - 1`` are under way, and the oldest ends first."""
         sizes = []
         for step in self.program.rounds:
-            messages = (*step.sends, *step.receives)
-            sizes.append(sum(_aligned(message.size) for message in messages))
+            sizes.append(sum(_aligned(message.size) for message in (*step.sends, *step.receives)))
         count = min(self.program.rounds_in_flight, len(sizes))
         return [
             torch.empty(max(sizes[slot::count]), dtype=torch.uint8, device=self.device)
@@ -349,8 +348,7 @@ def pack(message: Message, source: Parameters, buffer: Tensor, done: Callable[[s
     ``done(key)`` after each view."""
     for chunk in message.chunks:
         (landing,) = chunk.landings
-        values = strided(source(landing.view.key), landing.view)
-        _block(message, chunk, buffer).copy_(values)
+        _block(message, chunk, buffer).copy_(strided(source(landing.view.key), landing.view))
         done(landing.view.key)
 
 
@@ -361,8 +359,7 @@ def unpack(
     for chunk in message.chunks:
         block = _block(message, chunk, buffer)
         for landing in chunk.landings:
-            place = strided(target(landing.view.key), landing.view)
-            place.copy_(block[landing.window])
+            strided(target(landing.view.key), landing.view).copy_(block[landing.window])
             done(landing.view.key)
 
 

@@ -124,8 +124,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     example = "Hydra overrides, e.g. experiment=quickstart_cpu method=dapo seed=2"
     add("overrides", nargs="*", metavar="key=value", help=example)
-    whole = "print the composed configuration and leave"
-    add("-c", "--cfg", choices=["job"], help=whole)
+    add("-c", "--cfg", choices=["job"], help="print the composed configuration and leave")
     add("--resolve", action="store_true", help="with --cfg: ${name} by its value, as always here")
     info = "print the groups and their options, or one group with a line on each option, and leave"
     add("-i", "--info", nargs="?", const=GROUPS, metavar="GROUP", help=info)

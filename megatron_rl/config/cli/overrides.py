@@ -50,8 +50,7 @@ def typed(key: str, value: str) -> str:
     Example: ``typed("data.answer_after", "####")`` is ``'data.answer_after="####"'``.
     """
     doubled = f'{key}="{value}"'  # in the single quotes of a shell these are easier to read
-    needs_quotes = not _reads_as(f"{key}={value}", value)
-    if needs_quotes and _reads_as(doubled, value):
+    if not _reads_as(f"{key}={value}", value) and _reads_as(doubled, value):
         return shlex.quote(doubled)
     return shlex.quote(as_override(key, value))
 

@@ -195,8 +195,7 @@ def stage_layers(sizes: ModelSizes, parallel: ParallelConfig) -> list[int]:
     ``[4, 9, 9, 6]``.
     """
     ends = _end_layers(parallel)
-    middle_stages = parallel.pipeline - len(ends)
-    middle = (sizes.num_layers - sum(ends)) // max(1, middle_stages)
+    middle = (sizes.num_layers - sum(ends)) // max(1, parallel.pipeline - len(ends))
     layers = [middle] * parallel.pipeline
     if parallel.first_stage_layers is not None:
         layers[0] = parallel.first_stage_layers

@@ -266,8 +266,7 @@ def durian(
     groups = evidence.groups
     total = group * zscore(rewards, groups, evidence.eps, evidence.ddof)
     if perceptual:
-        entropy = evidence.column("visual_entropy")
-        buckets = quarters(groups.mean(entropy.to(rewards.dtype)))
+        buckets = quarters(groups.mean(evidence.column("visual_entropy").to(rewards.dtype)))
         total = total + perceptual * _bucketed(rewards, groups, buckets, evidence.eps)
     if reasoning:
         confidence = evidence.column("mean_logprobs" if normalize else "sum_logprobs")

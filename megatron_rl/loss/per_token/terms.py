@@ -95,8 +95,7 @@ class Terms:
     @property
     def ref_logprobs(self) -> PerToken:
         """Of the reference, 0 outside the mask."""
-        logprobs = lifted(self._field("ref_logprobs")).to(self.dtype)
-        return logprobs.masked_fill(~self.loss_mask, 0)
+        return lifted(self._field("ref_logprobs")).to(self.dtype).masked_fill(~self.loss_mask, 0)
 
     @property
     def responses(self) -> WholeResponses:

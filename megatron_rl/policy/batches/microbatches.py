@@ -268,8 +268,7 @@ class Packer:
         """Puts positions and images into ``packing``. ``everywhere``: over all context ranks."""
         assert self.vision is not None
         lengths = padded + sequences.shared
-        rows = sequences.chosen.tolist()
-        inputs = self.vision.prepare(sequences.batch, rows, lengths.tolist())
+        inputs = self.vision.prepare(sequences.batch, sequences.chosen.tolist(), lengths.tolist())
         starts = lengths.cumsum(0) - lengths
         positions = inputs.positions[:, starts[everywhere.sequence] + everywhere.position]
         packing.rope_positions = to_device(positions[:, None], self.device)

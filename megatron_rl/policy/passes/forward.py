@@ -87,8 +87,7 @@ def all_outputs(one: Outputs, other: Outputs) -> Outputs:
     for output in (*one, *other):
         earlier = found.get(output.name, output)
         assert earlier.value == output.value, f"one pass gives {output.name} of one setting"
-        gradient = earlier.gradient or output.gradient
-        found[output.name] = replace(earlier, gradient=gradient)
+        found[output.name] = replace(earlier, gradient=earlier.gradient or output.gradient)
     return tuple(found.values())
 
 
@@ -278,8 +277,7 @@ class Passes:
         tokens, data) and, told not to divide by the number of tokens, uses the loss as it is."""
         weight = get_attr_wrapped_model(chunk, "head_weight")()
         _wait_for(chunk, weight)
-        hidden = output.squeeze(1)
-        states = hidden.index_select(0, microbatch.rows).to(weight.dtype)
+        states = output.squeeze(1).index_select(0, microbatch.rows).to(weight.dtype)
         head = self._head(microbatch, outputs)
         values = token_values(states, weight, microbatch.targets, head)
         computed = {

@@ -52,8 +52,7 @@ class PackedAngles(RotaryEmbedding):
         **_: Any,
     ) -> int:
         """megatron asks for it before each call."""
-        alone = self.cp_group.size() == 1
-        self.positions = packed_seq_params.all_positions if alone else None
+        self.positions = packed_seq_params.all_positions if self.cp_group.size() == 1 else None
         return packed_seq_params.max_seqlen_q
 
     def forward(self, max_seq_len: int, **options: Any) -> Tensor:

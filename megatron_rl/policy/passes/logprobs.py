@@ -131,8 +131,7 @@ class _Logprobs(torch.autograd.Function):
                 of_topk = grad_topk[rows] / _column(divisor)
                 every = outer + of_topk.sum(1)
             if head.entropy == "grad":
-                outer_entropy = grad_entropies[rows] / divisor
-                _entropy_gradient_(x, every, outer_entropy, entropies[rows])
+                _entropy_gradient_(x, every, grad_entropies[rows] / divisor, entropies[rows])
             else:
                 x.exp_().mul_(-every[:, None])
             is_own, column = chunks.own(targets[rows])

@@ -107,8 +107,7 @@ def _begin(
     if blocks is None:
         blocks = max(_WAITING_BLOCKS, math.ceil(num_bytes / BLOCK_BYTES))
     settings = Settings(WRITER_THREADS[kind], kind == "cuda", blocks)
-    memory = policy.checkpoint_memory
-    writer = PartWriter(partial, dist.get_rank(), num_bytes, settings, memory)
+    writer = PartWriter(partial, dist.get_rank(), num_bytes, settings, policy.checkpoint_memory)
     _copy(writer, stored, policy.reference)
     for shard in chain.from_iterable(shards.values() for shards in sharded):
         if isinstance(shard, ShardedObject) and is_main_replica(shard.replica_id):

@@ -140,8 +140,7 @@ class Gather:
                 # A parameter that is not cut is equal on all ranks: the first one gives it.
                 if parameter.slot.kind != "whole" or rank == 0:
                     for shard in shards(parameter, self._arch, self._vocab_rows, rank, size):
-                        moved = replace(shard, offset=first + shard.offset)
-                        tensors[shard.name].append(moved)
+                        tensors[shard.name].append(replace(shard, offset=first + shard.offset))
                 first += math.prod(local_shape(parameter, self._arch, self._vocab_rows, size))
         return Unit(stage, group, members, numel, tensors)
 

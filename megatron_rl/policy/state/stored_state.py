@@ -147,8 +147,7 @@ def _even(
 ) -> dict[int, dict[int, Range]]:
     """Of each of ``numbers`` the range on every rank that has one."""
     lengths = [held[number][0].numel() for number in numbers]
-    shares = even_ranges(lengths, dist.get_world_size(group))
-    return dict(zip(numbers, shares, strict=True))
+    return dict(zip(numbers, even_ranges(lengths, dist.get_world_size(group)), strict=True))
 
 
 def _pieces(shard: Shard) -> list[ShardedTensor]:
@@ -240,8 +239,7 @@ def _whole_states(part: Any) -> Iterator[tuple[Tensor, States]]:
     for parameter, main in pairs:
         state = part.optimizer.state[main]
         tensors = _without_step(state if main is parameter else {"fp32_param": main, **state})
-        span = (0, parameter.numel())
-        yield parameter, States(span, lambda tensors=tensors: tensors)
+        yield parameter, States((0, parameter.numel()), lambda tensors=tensors: tensors)
 
 
 def _without_step(state: Mapping[str, Any]) -> dict[str, Tensor]:

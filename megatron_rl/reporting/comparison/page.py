@@ -132,8 +132,7 @@ def _plain_markdown(text: str) -> str:
 
     HTML is escaped too: Markdown hands tags on. ``$`` begins a formula on GitHub.
     """
-    one_line = " ".join(text.split())
-    return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", escape(one_line, quote=False))
+    return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
 def _fenced(text: str, kind: str) -> str:

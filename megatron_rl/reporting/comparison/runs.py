@@ -65,8 +65,7 @@ class Run:
         """The rows to take a metric from: those of the evaluation after the training for pass@k,
         since it asks more often, and for what the training has not; else those of the training."""
         later_has_it = any(key in row for row in self.evaluation)
-        training_has_it = any(key in row for row in self.rows)
-        if later_has_it and (key.startswith(PASS_AT) or not training_has_it):
+        if later_has_it and (key.startswith(PASS_AT) or not any(key in row for row in self.rows)):
             return self.evaluation
         return self.rows
 

@@ -110,8 +110,7 @@ class Course:
 
 def course(run: Run, metric: str) -> Course | None:
     """None where the run has fewer than two finite values after step 0."""
-    trained = [row for row in run.rows_of(metric) if row["step"]]
-    _, values = series(trained, metric)
+    _, values = series([row for row in run.rows_of(metric) if row["step"]], metric)
     if len(values) < 2:
         return None
     mean = fmean(values)

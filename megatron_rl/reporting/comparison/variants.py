@@ -42,8 +42,7 @@ class Variant:
     @property
     def counted(self) -> tuple[Run, ...]:
         """The runs that tables count: those that are finished, all where none is."""
-        finished = tuple(run for run in self.runs if run.finished)
-        return finished or self.runs
+        return tuple(run for run in self.runs if run.finished) or self.runs
 
     @property
     def has_finished(self) -> bool:

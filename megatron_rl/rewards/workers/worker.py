@@ -52,8 +52,7 @@ def main(control: socket.socket) -> None:
             send(lane, {"pid": os.getpid()})
             # Named, so that it lives until the exit: a client that is dropped before, with its
             # connections to a judge open, complains on stderr.
-            served = judge or _judge(setup)
-            _serve(lane, served)
+            _serve(lane, judge or _judge(setup))
             os._exit(0)
         lane.close()
 

@@ -111,8 +111,7 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
     received = route.tokens_from(world.rank, world.size)
     columns = {}
     for name, values in outgoing.columns.items():
-        shape = (sum(received), *values.shape[1:])
-        buffer = torch.from_numpy(np.empty(shape, dtype=values.dtype))
+        buffer = torch.from_numpy(np.empty((sum(received), *values.shape[1:]), dtype=values.dtype))
         # What comes in is named before what goes out, tensors and sizes alike.
         dist.all_to_all_single(
             buffer, torch.from_numpy(values), received, sent, group=world.control_group
@@ -163,8 +162,7 @@ def on_main(
             Passage(span.version != APPENDED, decode(ids[begin : span.end].tolist()))
             for span, begin in zip(completion.spans, [0, *ends], strict=False)
         ]
-        score = chosen.scores[row]
-        result.append(Response(chosen.prompts[row], completion, text, score, passages))
+        result.append(Response(chosen.prompts[row], completion, text, chosen.scores[row], passages))
     return result
 
 

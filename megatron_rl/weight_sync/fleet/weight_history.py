@@ -25,8 +25,7 @@ class WeightHistory:
         """Collective over the training side: copies the policy's weights and selects them."""
         self._policy.wait_for_param_gather()
         # The memory of the oldest: no third copy, not even for a moment.
-        is_full = len(self._held) == NUM_VERSIONS
-        tensors = self._held.pop(min(self._held)) if is_full else {}
+        tensors = self._held.pop(min(self._held)) if len(self._held) == NUM_VERSIONS else {}
         with torch.no_grad():
             for key in {shard.key for shard in self._policy.weight_shards()}:
                 weight = self._policy.weight(key).detach()

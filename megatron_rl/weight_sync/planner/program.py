@@ -322,8 +322,7 @@ def _window(region: Slice, outer: Slice) -> tuple[slice, ...]:
 def _count_uses(rounds: Sequence[Round], copies: Sequence[LocalCopy]) -> dict[str, int]:
     uses: dict[str, int] = defaultdict(int)
     for step in rounds:
-        passed_on = (message for message in step.sends if message.passed_on)
-        for message in (*step.receives, *passed_on):
+        for message in (*step.receives, *(message for message in step.sends if message.passed_on)):
             for chunk in message.chunks:
                 for landing in chunk.landings:
                     uses[landing.view.key] += 1

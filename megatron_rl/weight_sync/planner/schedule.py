@@ -194,8 +194,7 @@ class _Calendar:
             now = before | taken
             self.busy[side, end, low:high] = now
             # argmin of a row is its first free slot, but 0 where there is none.
-            full = now.all(axis=1)
-            lowest = np.where(full, high, low + np.argmin(now, axis=1))
+            lowest = np.where(now.all(axis=1), high, low + np.argmin(now, axis=1))
             # A rank whose first free slot lies before the window may still have it.
             known = self.free_from[side, end]
             self.free_from[side, end] = np.where(known >= low, lowest, known)

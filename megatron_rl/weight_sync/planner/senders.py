@@ -91,8 +91,7 @@ class Senders:
             first = numbers[:, i] * len(own) // targets.size
             # Each place begins with another one, see ``from_node``.
             begin = demand.receivers[i] + np.arange(min(each, len(turns)))
-            sources = own[first[:, None] + begin % each]
-            ends = (targets[:, i], sources)
+            ends = (targets[:, i], own[first[:, None] + begin % each])
             yield Delivery(class_index, region, demand.within, turns, receivers, *ends)
 
 

@@ -150,10 +150,9 @@ def check_written_once(rank: int, targets: Sequence[ShardGroup]) -> None:
         if group.keys:
             by_keys[group.keys].append(group)
     distinct = set().union(*by_keys)
-    num_named = sum(len(keys) for keys in by_keys)
     # Where groups name either the same parameters or none in common, their first parameters stand
     # for all the others; else every parameter is looked at by itself.
-    if num_named == len(distinct):
+    if sum(len(keys) for keys in by_keys) == len(distinct):
         for keys, groups in by_keys.items():
             _check_parameter(
                 rank, keys[0], [_WrittenShard(group, group.names[0]) for group in groups]
