@@ -18,16 +18,11 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class _SaveReport:
-    """How far a rank is.
-
-    Attributes:
-        error: why it will not get further.
-        is_user: the user can fix it (a full disk).
-    """
+    """How far a rank is."""
 
     sealed: bool
-    error: str | None = None
-    is_user: bool = False
+    error: str | None = None  # why it will not get further
+    is_user: bool = False  # the user can fix it (a full disk)
 
 
 @dataclass

@@ -25,16 +25,12 @@ _SCHEMA = pyarrow.schema(
 @dataclass(frozen=True)
 class StoredPrompts(Sequence[Prompt]):
     """Rows ``start`` to ``stop`` of a file, which is mapped when the first one is asked for. As a
-    message to another process of the machine they are their place alone.
-
-    Attributes:
-        fingerprint: the result of ``loader.fingerprint`` for these prompts.
-    """
+    message to another process of the machine they are their place alone."""
 
     path: Path
     start: int
     stop: int
-    fingerprint: str
+    fingerprint: str  # the result of ``loader.fingerprint`` for these prompts
 
     def __len__(self) -> int:
         return self.stop - self.start

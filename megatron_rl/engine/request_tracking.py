@@ -28,20 +28,13 @@ _MASS_TOLERANCE = 1e-3  # of all kept tokens; each logprob is rounded to float32
 
 
 class _Open(NamedTuple):
-    """A response under way.
+    """A response under way."""
 
-    Attributes:
-        name: vLLM's.
-        asked: the tokens before its first new one.
-        num_likely: see ``Sampling``.
-        expert_width: see ``Sampling``.
-    """
-
-    name: str
-    asked: tuple[int, ...]
+    name: str  # vLLM's
+    asked: tuple[int, ...]  # the tokens before its first new one
     what: str  # for messages
-    num_likely: int = 0
-    expert_width: int = 0
+    num_likely: int = 0  # see ``Sampling``
+    expert_width: int = 0  # see ``Sampling``
 
     def tokens(self, num_new: int) -> TokensOf:
         return TokensOf(len(self.asked) + num_new, self.expert_width, self.what)

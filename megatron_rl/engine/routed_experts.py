@@ -24,17 +24,11 @@ Experts = Int[np.ndarray, "tokens layers k"]
 
 
 class TokensOf(NamedTuple):
-    """Whose experts are wanted.
+    """Whose experts are wanted."""
 
-    Attributes:
-        num_tokens: of the prompt and the response so far.
-        width: bytes of the experts of each.
-        what: for messages.
-    """
-
-    num_tokens: int
-    width: int
-    what: str
+    num_tokens: int  # of the prompt and the response so far
+    width: int  # bytes of the experts of each
+    what: str  # for messages
 
 
 def arguments_to_return() -> dict[str, Any]:

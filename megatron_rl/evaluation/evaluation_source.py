@@ -71,16 +71,11 @@ class Weights:
 @dataclass
 class StoredWeights:
     """Weights on the disk in the role of a policy that gives them to an engine: every rank reads
-    all of them, one tensor at a time.
-
-    Attributes:
-        model: the HF directory that has their architecture.
-        dtype: of the engine, which takes this or float32.
-    """
+    all of them, one tensor at a time."""
 
     weights: Weights
-    model: Path
-    dtype: torch.dtype
+    model: Path  # the HF directory that has their architecture
+    dtype: torch.dtype  # of the engine, which takes this or float32
     gathered_bytes_sent: int = 0
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:

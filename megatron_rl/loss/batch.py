@@ -31,18 +31,14 @@ class ResponseBatch:
         ResponseBatch(rewards=tensor([1., 0., 0., 0.]), correct=tensor([True, False, False, False]),
                       group_ids=tensor([0, 0, 1, 1]), response_tokens=tensor([12, 30, 7, 9]),
                       columns={"mean_logprobs": tensor([-0.7, -0.2, -1.1, -0.4])})
-
-    Attributes:
-        correct: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format
-            part).
-        group_ids: which prompt.
-        columns: what signals give (``megatron_rl/signals``), by the names that functions read.
     """
 
     rewards: PerResponse
+    # The accuracy reward is 1 (not derived from ``rewards``, which may hold a format part).
     correct: ResponseFlags
-    group_ids: ResponseCounts
+    group_ids: ResponseCounts  # which prompt
     response_tokens: ResponseCounts
+    # What signals give (``megatron_rl/signals``), by the names that functions read.
     columns: Columns = field(default_factory=dict)
 
     def take(self, rows: ResponseFlags) -> ResponseBatch:
@@ -67,19 +63,13 @@ def given(values: Tensor | None, batch: str, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Credit:
-    """What a rollout step gives its update: one row for each response.
-
-    Attributes:
-        kl_weights: factor of kl.coef.
-        keep: rows with False take no part in the update and leave all denominators.
-        metrics: values of the whole batch (equal on every rank, not contributions).
-        rewards: what the estimator has seen; None where it was not computed.
-    """
+    """What a rollout step gives its update: one row for each response."""
 
     advantages: PerResponse
-    kl_weights: PerResponse
-    keep: ResponseFlags
-    metrics: Columns
+    kl_weights: PerResponse  # factor of kl.coef
+    keep: ResponseFlags  # rows with False take no part in the update and leave all denominators
+    metrics: Columns  # values of the whole batch (equal on every rank, not contributions)
+    # What the estimator has seen; None where it was not computed.
     rewards: PerResponse | None = None
 
 

@@ -35,18 +35,13 @@ def inputs_of(source: type[Evidence] | type[Terms]) -> set[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A function under a name of a method's yaml.
-
-    Attributes:
-        reads: the columns that it reads.
-        schema: its knobs, as the configuration checks them.
-    """
+    """A function under a name of a method's yaml."""
 
     name: str
     function: Function
     inputs: tuple[str, ...]
-    reads: tuple[str, ...]
-    schema: type[Named]
+    reads: tuple[str, ...]  # the columns that it reads
+    schema: type[Named]  # its knobs, as the configuration checks them
 
     def __call__(self, source: Evidence | Terms, knobs: Knobs, **leading: Tensor) -> Any:
         """The function's value, whatever a plug-in returns.

@@ -28,20 +28,14 @@ _LARGE_DEVICE_GIB = 70
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """Bytes of the engine on one rank, by purpose.
-
-    Attributes:
-        engine_sampler: of the sampler of GPUs, see ``sampler_tables``.
-        engine_unquantized: the weights as they arrive, before any layer is quantized.
-        engine_backup: page-locked bytes in which a rank that sleeps at level 1 keeps its weights
-            and the tables of its sampler. vLLM locks one region for each allocation, and torch
-            rounds that up to a power of two.
-    """
+    """Bytes of the engine on one rank, by purpose."""
 
     engine_weights: int
-    engine_sampler: int
-    engine_unquantized: int
+    engine_sampler: int  # of the sampler of GPUs, see ``sampler_tables``
+    engine_unquantized: int  # the weights as they arrive, before any layer is quantized
     kv_cache: int
+    # Page-locked bytes in which a rank that sleeps at level 1 keeps its weights and the tables of
+    # its sampler. vLLM locks a region for each allocation; torch rounds it up to a power of two.
     engine_backup: int
 
 

@@ -38,57 +38,40 @@ _CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
 
 @dataclass(frozen=True)
 class Workload:
-    """The numbers that decide activations, logits and the share of the optimizer.
-
-    Attributes:
-        tokens_per_microbatch: the largest micro-batch of a data-parallel rank.
-        tokens_per_minibatch: all its sequences at their longest.
-        fused: layers of Transformer Engine.
-        num_kept: most tokens that the sampler keeps for each of a response, and those that a loss
-            reads beside it.
-        tokens_per_step: most of a step that a rank holds.
-    """
+    """The numbers that decide activations, logits and the share of the optimizer."""
 
     world_size: int
-    tokens_per_microbatch: int
-    tokens_per_minibatch: int
+    tokens_per_microbatch: int  # the largest micro-batch of a data-parallel rank
+    tokens_per_minibatch: int  # all its sequences at their longest
     logprob_chunk_tokens: int
     make_vocab_divisible_by: int
-    fused: bool
+    fused: bool  # layers of Transformer Engine
     keep_reference: bool = False
     freeze_vision: bool = False
+    # Most tokens that the sampler keeps for each of a response, and those a loss reads beside it.
     num_kept: int = 0
-    tokens_per_step: int = 0
+    tokens_per_step: int = 0  # most of a step that a rank holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory(EngineMemory):
-    """Bytes on one rank of a pipeline stage, by purpose: those of the policy, and its engine's.
-
-    Attributes:
-        logits: the live chunk, the kept tokens and the head's gradient of one micro-batch.
-        reference: the starting weights, which are kept on the host (a pass with them borrows the
-            gradients' memory).
-        fp8_copies: copies of weights that FP8 layers keep between passes.
-        checkpoint_copy: this rank's share of a checkpoint, on the host while threads write it.
-        teacher: weights of the largest one, on the device while it scores.
-        teacher_copies: those of all, on the host.
-        experts: on the host, those that are replayed for the tokens of a step, and those that the
-            engine keeps for the tokens in its cache.
-    """
+    """Bytes on one rank of a pipeline stage, by purpose: those of the policy, and its engine's."""
 
     stage: int
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    logits: int
+    logits: int  # the live chunk, the kept tokens and the head's gradient of one micro-batch
+    # The starting weights, on the host (a pass with them borrows the gradients' memory).
     reference: int
-    fp8_copies: int
-    checkpoint_copy: int
+    fp8_copies: int  # copies of weights that FP8 layers keep between passes
+    checkpoint_copy: int  # this rank's share of a checkpoint, on the host while threads write it
+    # On the host, those that are replayed for the tokens of a step, and those that the engine keeps
+    # for the tokens in its cache.
     experts: int
-    teacher: int = 0
-    teacher_copies: int = 0
+    teacher: int = 0  # weights of the largest one, on the device while it scores
+    teacher_copies: int = 0  # those of all, on the host
 
 
 def plan(

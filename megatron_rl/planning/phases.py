@@ -31,16 +31,11 @@ ON_HOST = ("host copies", "checkpoint")  # phases of the host of a CUDA device
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory that a rank may use, in GiB.
-
-    Attributes:
-        device_gib: of the device; on ``kind`` cpu this rank's share of the host's memory.
-        host_gib: the share of the host of a CUDA device; None: not checked.
-    """
+    """The memory that a rank may use, in GiB."""
 
     kind: Literal["cuda", "cpu"]
-    device_gib: float
-    host_gib: float | None = None
+    device_gib: float  # of the device; on ``kind`` cpu this rank's share of the host's memory
+    host_gib: float | None = None  # the share of the host of a CUDA device; None: not checked
 
 
 @dataclass(frozen=True)

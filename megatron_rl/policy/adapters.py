@@ -46,19 +46,12 @@ _AXES = {"rows": 0, "columns": 1}
 
 @dataclass(frozen=True)
 class Host:
-    """The linear layer that adapters stand beside, as a tensor rank has it.
+    """The linear layer that adapters stand beside, as a tensor rank has it."""
 
-    Attributes:
-        kind: how its projections lie in it.
-        num_groups: query groups of this rank.
-        group: tensor ranks.
-        sequence_parallel: whether these share the tokens between layers.
-    """
-
-    kind: Kind
-    num_groups: int
-    group: Any
-    sequence_parallel: bool
+    kind: Kind  # how its projections lie in it
+    num_groups: int  # query groups of this rank
+    group: Any  # tensor ranks
+    sequence_parallel: bool  # whether these share the tokens between layers
 
 
 class Adapter(torch.nn.Module):

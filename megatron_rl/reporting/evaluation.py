@@ -33,23 +33,18 @@ class Judged:
     Example, two responses to one prompt: ``Judged(np.array([0, 0]), ["gsm8k", "gsm8k"],
     np.array([True, False]), np.array([1.0, 0.0]), np.array([5, 7]), np.array([False, False]),
     ["12", "13"], np.array([True, True]), [["level=1"], ["level=1"]])``.
-
-    Attributes:
-        group_ids: the number of the prompt, from 0 on.
-        extracted: see ``rewards.base.Verdict``.
-        has_verdict: False where the verifier failed: such a row counts in lengths alone.
-        categories: those of the prompt, ``data.columns.categories``.
     """
 
-    group_ids: Int[np.ndarray, " rows"]
+    group_ids: Int[np.ndarray, " rows"]  # the number of the prompt, from 0 on
     data_sources: Sequence[str]
     correct: Bool[np.ndarray, " rows"]
     rewards: Float[np.ndarray, " rows"]
     lengths: Int[np.ndarray, " rows"]  # tokens
     truncated: Bool[np.ndarray, " rows"]
-    extracted: Sequence[str | None]
+    extracted: Sequence[str | None]  # see ``rewards.base.Verdict``
+    # False where the verifier failed: such a row counts in lengths alone.
     has_verdict: Bool[np.ndarray, " rows"]
-    categories: Sequence[Sequence[str]]
+    categories: Sequence[Sequence[str]]  # those of the prompt, ``data.columns.categories``
 
     def parts(self) -> dict[str, Judged]:
         """The rows of each data source, where there are several, and of each category, by name.

@@ -8,14 +8,10 @@ import yaml
 
 
 class Metric(NamedTuple):
-    """The meaning of a metric key.
-
-    Attributes:
-        unit: empty for numbers without one.
-    """
+    """The meaning of a metric key."""
 
     meaning: str
-    unit: str = ""
+    unit: str = ""  # empty for numbers without one
 
 
 _FILE = Path(__file__).with_suffix(".yaml")

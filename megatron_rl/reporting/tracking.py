@@ -33,39 +33,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run.
-
-    Attributes:
-        record: what its page shows as the configuration.
-        place: where it stands among others, by the names of wandb's arguments.
-        first_step: the first one that this start logs.
-        id: of the run in the tracker; None: it is new there.
-    """
+    """What a tracker is told of a run."""
 
     folder: Path
-    record: dict[str, Any]
-    place: dict[str, Any]
+    record: dict[str, Any]  # what its page shows as the configuration
+    place: dict[str, Any]  # where it stands among others, by the names of wandb's arguments
     online: bool
-    first_step: int
-    id: str | None = None
+    first_step: int  # the first one that this start logs
+    id: str | None = None  # of the run in the tracker; None: it is new there
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A run in one tracker.
+    """A run in one tracker."""
 
-    Attributes:
-        id: what the library finds the run by.
-        log: takes the step and its values.
-        log_samples: takes the step, names of columns, and rows.
-        close: takes whether the run failed.
-        lacks_from: the first step whose row is known not to be there; None: none is.
-    """
-
-    id: str
-    log: Callable[[int, dict[str, Any]], Any]
+    id: str  # what the library finds the run by
+    log: Callable[[int, dict[str, Any]], Any]  # takes the step and its values
+    # Takes the step, names of columns, and rows.
     log_samples: Callable[[int, list[str], list[list[Any]]], Any]
-    close: Callable[[bool], Any]
+    close: Callable[[bool], Any]  # takes whether the run failed
+    # The first step whose row is known not to be there; None: none is.
     lacks_from: int | None = None
 
 

@@ -47,32 +47,25 @@ from megatron_rl.weight_sync.fleet.weight_history import WeightHistory
 
 @dataclass(frozen=True)
 class SourceParts:
-    """What a source is made of, wherever its engines are.
-
-    Attributes:
-        weights: The policy's.
-        sampling: Of a training step, without its seed.
-        save: Leaves a checkpoint of a finished step, unless there is one.
-        demonstrations: Where the method trains on responses that prompts bring along.
-        turns: None where a response has one.
-    """
+    """What a source is made of, wherever its engines are."""
 
     config: Config
     world: World
     display: Display
     policy: MegatronPolicy
-    weights: WeightSource
+    weights: WeightSource  # the policy's
     method: Method
     data: Data
     vision: VisionProcessor | None
     loader: PromptLoader | WeightedLoader
     reward: Reward
     decode: Callable[[Sequence[int]], str]
-    sampling: Sampling
+    sampling: Sampling  # of a training step, without its seed
     post: PostRollout
-    save: Callable[[int], None]
+    save: Callable[[int], None]  # leaves a checkpoint of a finished step, unless there is one
+    # Where the method trains on responses that prompts bring along.
     demonstrations: Demonstrations | None = None
-    turns: Turns | None = None
+    turns: Turns | None = None  # None where a response has one
 
     def job(self) -> GenerationJob:
         """The steps of the run."""

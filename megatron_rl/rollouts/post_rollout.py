@@ -19,20 +19,15 @@ from megatron_rl.rollouts.rows.metrics import Clock
 
 @dataclass(frozen=True)
 class PostRollout:
-    """What follows when a step has its responses.
+    """What follows when a step has its responses."""
 
-    Attributes:
-        shown: Some rows as whole responses, on rank 0; see ``exchange.on_main``.
-        after_scoring: Rollout hooks: what of the groups of a step, given on rank 0, is changed;
-            equal on every rank.
-        log_samples: Told some responses of a step, on rank 0.
-        num_samples: Of a step, to log.
-    """
-
+    # Some rows as whole responses, on rank 0; see ``exchange.on_main``.
     shown: Callable[[Responses, RowNumbers], list[Response] | None]
+    # Rollout hooks: what of the groups of a step, given on rank 0, is changed; equal on every rank.
     after_scoring: Callable[[int, Groups | None], RolloutEdit] | None = None
+    # Told some responses of a step, on rank 0.
     log_samples: Callable[[int, Sequence[Response]], None] | None = None
-    num_samples: int = 0
+    num_samples: int = 0  # of a step, to log
 
     def __call__(self, step: int, responses: Responses, clock: Clock) -> Experience:
         """Collective. Raises ValueError when a rollout hook failed."""

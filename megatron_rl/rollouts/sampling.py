@@ -16,19 +16,13 @@ class SamplingPlan:
     later step, which is sampled as that step says.
 
     A hook may change the temperature of a prompt, by what it knows when weights are published.
-
-    Attributes:
-        plain: that of a training step, without its seed.
-        seed: of the run; None where everything is sampled as ``plain`` says.
-        response_limit: tokens, by step.
-        staleness: most updates between the newest weights and those that sample.
     """
 
-    plain: Sampling
-    seed: int | None = None
-    response_limit: Callable[[int], int] | None = None
+    plain: Sampling  # that of a training step, without its seed
+    seed: int | None = None  # of the run; None where everything is sampled as ``plain`` says
+    response_limit: Callable[[int], int] | None = None  # tokens, by step
     hooks: Resampling = NO_RESAMPLING
-    staleness: int = 0
+    staleness: int = 0  # most updates between the newest weights and those that sample
     _by_version: dict[int, Resampling] = field(default_factory=dict, init=False)
 
     def published(self, version: int) -> None:

@@ -84,16 +84,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint and step from which a run starts.
+    """The checkpoint and step from which a run starts."""
 
-    Attributes:
-        checkpoint: None: from the model.
-        step: the last one that is done.
-        changes: settings that differ from those of the run so far, and are allowed to.
-    """
-
-    checkpoint: Path | None
-    step: int
+    checkpoint: Path | None  # None: from the model
+    step: int  # the last one that is done
+    # Settings that differ from those of the run so far, and are allowed to.
     changes: tuple[Difference, ...] = ()
 
 

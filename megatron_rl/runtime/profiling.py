@@ -20,14 +20,10 @@ class Profiler:
     take longest (``.txt``). ``memory``: every allocation on the GPU (``.pickle``, for
     torch's page ``memory_viz``). ``nsys``: nothing by itself; ``nsys profile
     --capture-range=cudaProfilerApi`` records these steps, with operators and phases as ranges.
-
-    Attributes:
-        steps: counted from 1.
-        kind: ``torch``, ``memory`` or ``nsys``; the last two need a GPU.
     """
 
-    steps: Sequence[int]
-    kind: str
+    steps: Sequence[int]  # counted from 1
+    kind: str  # ``torch``, ``memory`` or ``nsys``; the last two need a GPU
     folder: Path
     rank: int
 

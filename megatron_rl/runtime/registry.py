@@ -31,22 +31,16 @@ logger = logging.getLogger(__name__)
 class Registration:
     """The content of a server's file.
 
-    Attributes:
-        url: as the trainer reaches it.
-        beat: how often it has written this.
-        lease_s: a server without a beat for longer counts as gone.
-        serves: by configuration key, what it was started with that its answers depend on.
-        place: number of the folder (inode) that it writes into; 0: not known.
-
     Example: ``Registration("node3-8000-1f2e", "http://127.0.0.1:8000", beat=7, lease_s=30.0)``.
     """
 
     name: str
-    url: str
-    beat: int
-    lease_s: float
+    url: str  # as the trainer reaches it
+    beat: int  # how often it has written this
+    lease_s: float  # a server without a beat for longer counts as gone
+    # By configuration key, what it was started with that its answers depend on.
     serves: Mapping[str, str] = field(default_factory=dict)
-    place: int = 0
+    place: int = 0  # number of the folder (inode) that it writes into; 0: not known
 
 
 def run_secret(folder: Path) -> str:

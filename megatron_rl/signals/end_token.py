@@ -61,18 +61,12 @@ class EndToken(Signal):
 
 @dataclass(frozen=True)
 class EndTokens:
-    """A batch with a token behind each response.
-
-    Attributes:
-        is_end: of its response tokens: it is that token.
-        plain: the place in the batch without them, of the others.
-        row: the number of the token's response in the step.
-    """
+    """A batch with a token behind each response."""
 
     batch: LocalBatch
-    is_end: Bool[Tensor, " tokens"]
-    plain: Int[Tensor, " tokens"]
-    row: Int[Tensor, " tokens"]
+    is_end: Bool[Tensor, " tokens"]  # of its response tokens: it is that token
+    plain: Int[Tensor, " tokens"]  # the place in the batch without them, of the others
+    row: Int[Tensor, " tokens"]  # the number of the token's response in the step
 
     @classmethod
     def of(cls, local: LocalBatch, token_id: int) -> EndTokens:

@@ -53,16 +53,11 @@ def register_signal(signal: S) -> S:
 
 @dataclass(frozen=True)
 class Signals:
-    """The signals of a run.
-
-    Attributes:
-        log_entropy: the old policy's entropy is a metric.
-        reads_reference: the loss reads logprobs of the reference, whatever signals read.
-    """
+    """The signals of a run."""
 
     members: tuple[Signal, ...] = ()
-    log_entropy: bool = False
-    reads_reference: bool = False
+    log_entropy: bool = False  # the old policy's entropy is a metric
+    reads_reference: bool = False  # the loss reads logprobs of the reference, whatever signals read
 
     def needs(self, scores: Literal["old", "ref"]) -> bool:
         """Whether a pass over the rollout has to give these before the first update."""

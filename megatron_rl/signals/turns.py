@@ -14,19 +14,13 @@ from megatron_rl.signals.registry import register_signal
 
 
 class TokenTurns(NamedTuple):
-    """The turns of the responses on this rank.
+    """The turns of the responses on this rank."""
 
-    Attributes:
-        count: Of each response.
-        turn: Of each token, from 0 on; what is appended belongs to the turn before it.
-        row: Of each token, its response among those here.
-        begins: Whether a token is the first of its turn.
-    """
-
-    count: Int[Tensor, " rows"]
+    count: Int[Tensor, " rows"]  # of each response
+    # Of each token, from 0 on; what is appended belongs to the turn before it.
     turn: Int[Tensor, " tokens"]
-    row: Int[Tensor, " tokens"]
-    begins: Bool[Tensor, " tokens"]
+    row: Int[Tensor, " tokens"]  # of each token, its response among those here
+    begins: Bool[Tensor, " tokens"]  # whether a token is the first of its turn
 
 
 def turns_of(view: StepView) -> TokenTurns:

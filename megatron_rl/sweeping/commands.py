@@ -26,21 +26,13 @@ def local(trial: Trial, nproc: int, options: Sequence[str] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class Slurm:
-    """The Slurm submission of a sweep.
+    """The Slurm submission of a sweep."""
 
-    Attributes:
-        out: the folder of the sweep.
-        nproc: processes a node.
-        sbatch: options of the user for sbatch.
-        at_a_time: runs of an array at one time; None: as many as Slurm can run.
-        options: options of ``megatron_rl.train``.
-    """
-
-    out: Path
-    nproc: int
-    sbatch: Sequence[str]
-    at_a_time: int | None = None
-    options: Sequence[str] = ()
+    out: Path  # the folder of the sweep
+    nproc: int  # processes a node
+    sbatch: Sequence[str]  # options of the user for sbatch
+    at_a_time: int | None = None  # runs of an array at one time; None: as many as Slurm can run
+    options: Sequence[str] = ()  # options of ``megatron_rl.train``
 
     def command(self, trials: Sequence[Trial], file: Path) -> list[str]:
         """sbatch with the script of examples/slurm: a job for one trial, an array for several.

@@ -27,19 +27,13 @@ _SPECIAL = re.compile("[^A-Za-z0-9._+-]+")
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination.
+    """One combination."""
 
-    Attributes:
-        name: of its folder, made of the overrides that differ.
-        overrides: all that make its configuration, with ``run_dir``.
-        differing: those that are not the same in every trial.
-        same_as: the earlier trial with an equal configuration, which is run for both.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    differing: tuple[str, ...]
+    name: str  # of its folder, made of the overrides that differ
+    overrides: tuple[str, ...]  # all that make its configuration, with ``run_dir``
+    differing: tuple[str, ...]  # those that are not the same in every trial
     config: Config
+    # The earlier trial with an equal configuration, which is run for both.
     same_as: str | None = None
 
     @property

@@ -58,22 +58,16 @@ Images = Sequence[Sequence[tuple[str, int, int]]]  # of each row: digest, width,
 
 @dataclass(frozen=True, kw_only=True)
 class BundleFacts:
-    """What ``bundle.json`` says.
-
-    Attributes:
-        number: of the minibatch within its step, from 1.
-        rows: those of the minibatch.
-        splits: the micro-batches of every data-parallel rank.
-        loss: as the run has it, as ``grad_norm``; None where it was written before the update.
-    """
+    """What ``bundle.json`` says."""
 
     step: int
-    number: int
+    number: int  # of the minibatch within its step, from 1
     world_size: int
-    rows: Sequence[int]
-    splits: Sequence[Sequence[Sequence[int]]]
+    rows: Sequence[int]  # those of the minibatch
+    splits: Sequence[Sequence[Sequence[int]]]  # the micro-batches of every data-parallel rank
     uids: Sequence[str]
     images: Images
+    # As the run has it, as ``grad_norm``; None where it was written before the update.
     loss: float | None
     grad_norm: float | None
 

@@ -44,25 +44,20 @@ class MinibatchPlan:
 
 @dataclass(frozen=True)
 class Learner:
-    """Scores a rollout and trains on it.
-
-    Attributes:
-        signals: of the method; their state is part of checkpoints.
-        teachers: those of ``model.teacher``.
-        records_experts: updates take the experts of the pass that gives the old logprobs.
-        update_matches_score: the policy's updates compute logprobs in the number format of its
-            scores, so that those of an update's own forward may stand in for a pass of their own.
-    """
+    """Scores a rollout and trains on it."""
 
     policy: Policy
     method: Method
-    signals: Signals
+    signals: Signals  # of the method; their state is part of checkpoints
     health: Health
     plan: MinibatchPlan
     placement: Placement
+    # The policy's updates compute logprobs in the number format of its scores, so that those of an
+    # update's own forward may stand in for a pass of their own.
     update_matches_score: bool
+    # Updates take the experts of the pass that gives the old logprobs.
     records_experts: bool = False
-    teachers: Sequence[Teacher] = ()
+    teachers: Sequence[Teacher] = ()  # those of ``model.teacher``
 
     def score(self, experience: Experience) -> Experience:
         """Collective: brings tokens to their owners, and adds the credit, what the method reads of

@@ -89,20 +89,13 @@ def given_prompts(
 
 @dataclass(frozen=True)
 class GivenRows:
-    """The rows of the supervised steps.
+    """The rows of the supervised steps."""
 
-    Attributes:
-        prompts: their ``answer`` is the response.
-        loader: of these.
-        encode: from the text of a response to its tokens, with an end token.
-        temperature: of the policy. What is learned is the model at temperature 1.
-    """
-
-    prompts: Sequence[Prompt]
-    loader: PromptLoader
-    encode: Encode
+    prompts: Sequence[Prompt]  # their ``answer`` is the response
+    loader: PromptLoader  # of these
+    encode: Encode  # from the text of a response to its tokens, with an end token
     per_step: int
-    temperature: float
+    temperature: float  # of the policy. What is learned is the model at temperature 1.
     world: World
 
     def next(self) -> Experience:

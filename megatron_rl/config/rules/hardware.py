@@ -31,16 +31,11 @@ class Machine:
     """Facts about the machine of this process.
 
     Example: ``Machine((9, 0), "2.20.2", "transformer_engine")`` is an H100 or H200 with everything.
-
-    Attributes:
-        compute_capability: of this process's CUDA device, None without one.
-        transformer_engine: its version when it can be imported, else None.
-        adam: where megatron-core finds the class of that name.
     """
 
-    compute_capability: tuple[int, int] | None
-    transformer_engine: str | None
-    adam: str  # transformer_engine | apex | torch
+    compute_capability: tuple[int, int] | None  # of this process's CUDA device, None without one
+    transformer_engine: str | None  # its version when it can be imported, else None
+    adam: str  # where megatron-core finds it: transformer_engine | apex | torch
 
 
 def machine_problems(

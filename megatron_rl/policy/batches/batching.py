@@ -36,17 +36,12 @@ class _OnDemand(Sequence[Microbatch]):
 @dataclass(frozen=True)
 class Batching:
     """Plans micro-batches for all data-parallel ranks alike, and packs those of this rank.
-    Implements ``protocols.BatchSharding``.
-
-    Attributes:
-        rule: of the plans for all data-parallel ranks.
-        packer: of this rank; where it shares prompts or takes images, responses to one prompt
-            become neighbors.
-    """
+    Implements ``protocols.BatchSharding``."""
 
     config: TransformerConfig
     ranks: Ranks
-    rule: PlanRule
+    rule: PlanRule  # of the plans for all data-parallel ranks
+    # Of this rank. Where it shares prompts or takes images, responses to a prompt are neighbors.
     packer: Packer
 
     @property

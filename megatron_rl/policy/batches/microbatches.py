@@ -21,15 +21,11 @@ _DUMMY = SequenceBatch(_ONE, _ONE, token_ids=torch.zeros(2, dtype=torch.long))
 
 @dataclass(frozen=True)
 class Multiples:
-    """What lengths must be multiples of.
+    """What lengths must be multiples of."""
 
-    Attributes:
-        sequence: of each sequence, two chunks for every context rank.
-        total: of their sum, every tensor rank's share under sequence parallelism, and what the
-            number format asks of each rank's tokens.
-    """
-
-    sequence: int
+    sequence: int  # of each sequence, two chunks for every context rank
+    # Of their sum, every tensor rank's share under sequence parallelism, and what the number format
+    # asks of each rank's tokens.
     total: int
 
 
@@ -172,9 +168,6 @@ class Packer:
     """Packs micro-batches for context rank ``context_rank`` of ``context``.
 
     ``share`` (one context rank only): neighboring sequences with the same prompt pack it once.
-
-    Attributes:
-        vision: of a vision-language model.
     """
 
     multiples: Multiples
@@ -182,7 +175,7 @@ class Packer:
     context: int
     device: torch.device
     share: bool = False
-    vision: VisionBatcher | None = None
+    vision: VisionBatcher | None = None  # of a vision-language model
 
     def __post_init__(self) -> None:
         assert not (self.share and self.context > 1), (

@@ -22,18 +22,12 @@ _SORT_FROM_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class PlanRule:
-    """What plans keep to, equal on every process.
-
-    Attributes:
-        tokens_per_microbatch: the budget: most tokens (prompt + response) of one micro-batch.
-        multiple: the number of micro-batches of a rank must be a multiple of this.
-        work: what the ranks get equal shares of.
-    """
+    """What plans keep to, equal on every process."""
 
     data_parallel_size: int
-    tokens_per_microbatch: int
-    multiple: int
-    work: WorkModel
+    tokens_per_microbatch: int  # the budget: most tokens (prompt + response) of one micro-batch
+    multiple: int  # the number of micro-batches of a rank must be a multiple of this
+    work: WorkModel  # what the ranks get equal shares of
 
     def __post_init__(self) -> None:
         assert self.data_parallel_size > 0 and self.multiple > 0

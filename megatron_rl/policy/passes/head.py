@@ -12,26 +12,19 @@ Entropy = Literal["none", "value", "grad"]  # "value": without gradient
 
 @dataclass(frozen=True)
 class Head:
-    """How states become a distribution, and what is wanted of it beside logprobs.
+    """How states become a distribution, and what is wanted of it beside logprobs."""
 
-    Attributes:
-        temperature: divides the logits: one, or that of each token.
-        vocab_size: rows of the output layer from here on are padding.
-        chunk_tokens: tokens whose logits are in memory at a time.
-        group: ranks that have blocks of the output layer's rows, in rank order; None: one block.
-        top_k: how many of the most likely tokens are wanted; 0: none.
-        kept: the only ids that have a probability, -1 in free places, in the place of each token;
-            a row of -1 keeps the whole vocabulary, as None does for all.
-        likely: ids whose logprobs are wanted, -1 in free places; with them ``top_k`` finds none.
-    """
-
-    temperature: float | Float[Tensor, " t"]
-    vocab_size: int
-    chunk_tokens: int
+    temperature: float | Float[Tensor, " t"]  # divides the logits: one, or that of each token
+    vocab_size: int  # rows of the output layer from here on are padding
+    chunk_tokens: int  # tokens whose logits are in memory at a time
+    # Ranks that have blocks of the output layer's rows, in rank order; None: one block.
     group: dist.ProcessGroup | None
     entropy: Entropy = "none"
-    top_k: int = 0
+    top_k: int = 0  # how many of the most likely tokens are wanted; 0: none
+    # The only ids that have a probability, -1 in free places, in the place of each token; a row of
+    # -1 keeps the whole vocabulary, as None does for all.
     kept: Int[Tensor, "t num_kept"] | None = None
+    # Ids whose logprobs are wanted, -1 in free places; with them ``top_k`` finds none.
     likely: Int[Tensor, "t num_likely"] | None = None
 
     @property

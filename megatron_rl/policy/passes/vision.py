@@ -46,16 +46,11 @@ class PlacedImages:
 
 @dataclass(frozen=True)
 class VisionBatcher:
-    """What packing needs of a vision-language model.
-
-    Attributes:
-        processor: None where no prompt has images.
-        has_tower: this rank's stage makes features.
-    """
+    """What packing needs of a vision-language model."""
 
     vision: Vision
-    processor: ImageProcessor | None
-    has_tower: bool
+    processor: ImageProcessor | None  # None where no prompt has images
+    has_tower: bool  # this rank's stage makes features
 
     def prepare(
         self, batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int]

@@ -39,19 +39,16 @@ class Unit:
 
     ``members[i]`` are those of rank i of ``group``, ``numel`` numbers each. Without a group the
     only member is the rank itself.
-
-    Attributes:
-        tensors: name of each HF tensor, and the shards that together fill it. Their offsets count
-            in the flat ``[members, numel]`` of all members.
-        dtype: of the numbers; None: that of the others of the model.
     """
 
     stage: int
     group: Any
     members: list[list[Parameter]]
     numel: int
+    # Name of each HF tensor, and the shards that together fill it. Their offsets count in the flat
+    # ``[members, numel]`` of all members.
     tensors: dict[str, list[Shard]]
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # of the numbers; None: that of the others of the model
 
 
 class Gather:

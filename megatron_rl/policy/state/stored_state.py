@@ -25,16 +25,11 @@ MASTERS = ("param", "fp32_param")
 
 @dataclass(frozen=True)
 class States:
-    """Adam's state of one parameter on this rank: the elements ``span`` of the flattened parameter.
-
-    Attributes:
-        get: by name, flat.
-        put: takes what is to replace them; None: ``get`` gives the memory of the optimizer, to be
-            written into.
-    """
+    """Adam's state of one parameter on this rank: elements ``span`` of the flattened parameter."""
 
     span: Range
-    get: Callable[[], Mapping[str, Tensor]]
+    get: Callable[[], Mapping[str, Tensor]]  # by name, flat
+    # Takes what is to replace them; None: ``get`` gives the optimizer's memory, to be written into.
     put: Callable[[Mapping[str, Tensor]], None] | None = None
     is_distributed: bool = False
 

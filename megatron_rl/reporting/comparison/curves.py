@@ -22,19 +22,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """Spread of a variant: median, smallest and largest value of its runs that have one at ``x``.
-
-    Attributes:
-        singles: the curve of each run.
-        raw: of a variant with one run, its values before smoothing.
-    """
+    """Spread of a variant: median, smallest and largest value of its runs that have one at
+    ``x``."""
 
     x: np.ndarray
     median: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    singles: tuple[Curve, ...]
-    raw: Curve | None = None
+    singles: tuple[Curve, ...]  # the curve of each run
+    raw: Curve | None = None  # of a variant with one run, its values before smoothing
 
 
 def run_curve(run: Run, key: str) -> Curve:

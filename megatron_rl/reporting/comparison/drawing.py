@@ -38,19 +38,13 @@ _RC: dict[Any, Any] = {"text.parse_math": False, "font.size": 9.0, "axes.titlesi
 
 @dataclass(frozen=True)
 class Drawing:
-    """One set of axes.
-
-    Attributes:
-        label: of the y axis.
-        bands: one a variant, None where it has no value.
-        axis: label of the x axis; ``step``, or one of powers of 2.
-    """
+    """One set of axes."""
 
     title: str
-    label: str
-    bands: Sequence[Band | None]
+    label: str  # of the y axis
+    bands: Sequence[Band | None]  # one a variant, None where it has no value
     held_out: bool
-    axis: str = "step"
+    axis: str = "step"  # label of the x axis; ``step``, or one of powers of 2
 
 
 def style_of(order: int) -> dict[str, Any]:

@@ -25,17 +25,12 @@ HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, _EXPLORATION, _CLIP, _SPEED)
 
 @dataclass(frozen=True)
 class Panel:
-    """A metric over the steps.
-
-    Attributes:
-        label: of the y axis, with the unit.
-        heading: the figure that it is part of.
-    """
+    """A metric over the steps."""
 
     key: str
     title: str
-    label: str
-    heading: str
+    label: str  # of the y axis, with the unit
+    heading: str  # the figure that it is part of
 
 
 _ACCURACY = "share of responses"

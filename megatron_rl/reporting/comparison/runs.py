@@ -24,21 +24,14 @@ Record = Mapping[str, Any]  # config.json
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder.
-
-    Attributes:
-        name: its path below the folder that was searched.
-        settings: the record under dotted names.
-        rows: its metrics.
-        evaluation: metrics of an evaluation after the training; may be empty.
-    """
+    """One run folder."""
 
     folder: Path
-    name: str
+    name: str  # its path below the folder that was searched
     record: Record
-    settings: Mapping[str, Any]
-    rows: list[Row]
-    evaluation: list[Row]
+    settings: Mapping[str, Any]  # the record under dotted names
+    rows: list[Row]  # its metrics
+    evaluation: list[Row]  # metrics of an evaluation after the training; may be empty
     finished: bool
 
     @property

@@ -16,15 +16,10 @@ LAST_ROWS = 10  # a metric of training is the mean of its last values: one step 
 
 @dataclass(frozen=True)
 class VariantScore:
-    """A metric of the counted runs of a variant.
+    """A metric of the counted runs of a variant."""
 
-    Attributes:
-        values: of each seed, the mean over its runs.
-        steps: at which they were taken.
-    """
-
-    values: Mapping[int, float]
-    steps: tuple[int, ...]
+    values: Mapping[int, float]  # of each seed, the mean over its runs
+    steps: tuple[int, ...]  # at which they were taken
 
     @property
     def mean(self) -> float:
@@ -38,13 +33,9 @@ class VariantScore:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mean of a variant minus that of the baseline, with its 95 % interval.
+    """Mean of a variant minus that of the baseline, with its 95 % interval."""
 
-    Attributes:
-        num_pairs: common seeds; 0 where there are none, and the means are compared unpaired.
-    """
-
-    num_pairs: int
+    num_pairs: int  # common seeds; 0 where there are none, and the means are compared unpaired
     interval: Interval
 
     @property
@@ -93,18 +84,14 @@ def last_value(run: Run, metric: str) -> tuple[int, float] | None:
 
 @dataclass(frozen=True)
 class Course:
-    """A held-out metric of one run over its training, step 0 left out.
+    """A held-out metric of one run over its training, step 0 left out."""
 
-    Attributes:
-        peak: largest value.
-        variation: coefficient of variation, "standard deviation divided by mean" (View-R1, arXiv
-            2506.21655, section 3.2), with the population's deviation; None of a mean of 0.
-        is_collapsed: the last value is below ``COLLAPSED_BELOW`` of the peak (A-GRAE, arXiv
-            2602.05548, D.5, counts such runs: "in three out of the ten trials").
-    """
-
-    peak: float
+    peak: float  # largest value
+    # Coefficient of variation, "standard deviation divided by mean" (View-R1, arXiv 2506.21655,
+    # section 3.2), with the population's deviation; None of a mean of 0.
     variation: float | None
+    # The last value is below ``COLLAPSED_BELOW`` of the peak (A-GRAE, arXiv 2602.05548, D.5, counts
+    # such runs: "in three out of the ten trials").
     is_collapsed: bool
 
 

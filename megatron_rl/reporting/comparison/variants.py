@@ -30,13 +30,10 @@ _MAX_VALUE = 28  # characters of a value in a label
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs of equal settings, one a seed, or several of a seed where nothing else tells them apart.
+    """Runs of equal settings, one a seed, or several of a seed where nothing else tells them
+    apart."""
 
-    Attributes:
-        label: short, and different from that of every other variant.
-    """
-
-    label: str
+    label: str  # short, and different from that of every other variant
     runs: tuple[Run, ...]
 
     @property

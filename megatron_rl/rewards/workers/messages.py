@@ -19,13 +19,9 @@ _MAX_REASON_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class PoolSetup:
-    """The task of the workers of one pool, whatever it is.
+    """The task of the workers of one pool, whatever it is."""
 
-    Attributes:
-        plugins: Loaded by each before anything else.
-    """
-
-    plugins: tuple[str, ...]
+    plugins: tuple[str, ...]  # loaded by each before anything else
 
     @property
     def name(self) -> str:

@@ -29,17 +29,13 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True)
 class Response:
-    """One completion with text and verdict: what a hook or a log is shown, on rank 0.
-
-    Attributes:
-        passages: ``text``, turn by turn.
-    """
+    """One completion with text and verdict: what a hook or a log is shown, on rank 0."""
 
     prompt: Prompt
     completion: Completion
     text: str
     score: Score
-    passages: Sequence[Passage] = ()
+    passages: Sequence[Passage] = ()  # ``text``, turn by turn
 
 
 Groups = Sequence[Sequence[Response]]

@@ -14,15 +14,10 @@ _SHOWN_CAUSES = 3
 
 
 class VerdictRules(NamedTuple):
-    """What a step asks of its verdicts.
+    """What a step asks of its verdicts."""
 
-    Attributes:
-        min_group: Judged responses of a group without which the group leaves, too.
-        max_excluded_share: Of responses without a verdict; a step with more ends the run.
-    """
-
-    min_group: int
-    max_excluded_share: float
+    min_group: int  # judged responses of a group without which the group leaves, too
+    max_excluded_share: float  # of responses without a verdict; a step with more ends the run
 
     def judged(self, responses: Responses) -> Responses:
         """The responses that have a verdict; of the groups that lose one, those that stay large

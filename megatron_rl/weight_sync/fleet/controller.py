@@ -38,15 +38,10 @@ def problem_text(problems: Mapping[str, str]) -> str:
 
 
 class StepOutcome(NamedTuple):
-    """How a step ended.
+    """How a step ended."""
 
-    Attributes:
-        lost: servers whose command was not carried out.
-        problems: what the workers of others say of it.
-    """
-
-    lost: _Reasons
-    problems: _Reasons
+    lost: _Reasons  # servers whose command was not carried out
+    problems: _Reasons  # what the workers of others say of it
 
 
 @dataclass
@@ -60,16 +55,12 @@ class FleetController:
     An update replaces the weights of servers that are paused from ``begin`` to ``end_update``; or
     new weights are staged, while servers sample with their old ones throughout, and
     ``commands.switch_weights`` makes them continue with the new ones.
-
-    Attributes:
-        servers: by name; their workers have their ranks in this order.
-        in_flight: what becomes of requests under way when a server is paused.
     """
 
-    servers: Mapping[str, HttpServer]
+    servers: Mapping[str, HttpServer]  # by name; their workers have their ranks in this order
     options: TransferOptions
     secret: str
-    in_flight: InFlight
+    in_flight: InFlight  # what becomes of requests under way when a server is paused
     _is_staged: bool = False  # the update that has begun last
     _updates: int = 0
     _step: str = ""

@@ -21,17 +21,13 @@ Names = tuple[str, ...]
 
 @dataclass
 class FleetReport:
-    """A round of updates, and what it has brought so far.
-
-    Attributes:
-        took: the servers that have the version.
-        lost: those that could not be reached or took no weights, and why.
-    """
+    """A round of updates, and what it has brought so far."""
 
     version: int
     servers: Mapping[str, str]
     staged: bool
-    took: set[str] = field(default_factory=set)
+    took: set[str] = field(default_factory=set)  # the servers that have the version
+    # Those that could not be reached or took no weights, and why.
     lost: dict[str, str] = field(default_factory=dict)
     reports: list[SyncReport] = field(default_factory=list)
 

@@ -30,43 +30,29 @@ from megatron_rl.weight_sync.reshard import ReshardSync
 
 @dataclass
 class TrainingSide:
-    """The training side of all joint syncs.
+    """The training side of all joint syncs."""
 
-    Attributes:
-        source: the policy's weights.
-        secret: of the run; workers know it from the server's VLLM_API_KEY.
-        in_flight_requests: what becomes of requests under way when a server is paused.
-        device: where the policy's weights are; the servers' must be of the same kind.
-    """
-
-    source: WeightSource
+    source: WeightSource  # the policy's weights
     world: World
-    secret: str
+    secret: str  # of the run; workers know it from the server's VLLM_API_KEY
     options: TransferOptions
-    in_flight_requests: InFlight
+    in_flight_requests: InFlight  # what becomes of requests under way when a server is paused
+    # Where the policy's weights are; the servers' must be of the same kind.
     device: torch.device | str
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """How an update ended.
+    """How an update ended."""
 
-    Attributes:
-        stage: how far it got.
-        updated: the servers that serve the new weights.
-        lost: those that are at fault, and why.
-        unfinished: the others, paused, whose weights are old, new or both; where new weights were
-            staged they continue with the old ones.
-        problem: what stopped the update; empty where nothing did.
-        report: where all weights arrived.
-    """
-
-    stage: Stage
-    updated: tuple[str, ...] = ()
-    lost: Mapping[str, str] = field(default_factory=dict)
+    stage: Stage  # how far it got
+    updated: tuple[str, ...] = ()  # the servers that serve the new weights
+    lost: Mapping[str, str] = field(default_factory=dict)  # those that are at fault, and why
+    # The others, paused, whose weights are old, new or both; where new weights were staged they
+    # continue with the old ones.
     unfinished: tuple[str, ...] = ()
-    problem: str = ""
-    report: SyncReport | None = None
+    problem: str = ""  # what stopped the update; empty where nothing did
+    report: SyncReport | None = None  # where all weights arrived
 
 
 class JointSync:

@@ -87,19 +87,13 @@ class FromRemote(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeDemand:
-    """What the ranks of one node want of one tensor, by its nearest source.
-
-    Attributes:
-        missing: elements needed and not held, summed over ranks.
-        entering: elements needed on the node and held nowhere on it.
-        unavailable: a place and a slice that no rank has.
-    """
+    """What the ranks of one node want of one tensor, by its nearest source."""
 
     from_node: tuple[FromNode, ...]
     from_remote: tuple[FromRemote, ...]
-    missing: int
-    entering: int
-    unavailable: tuple[int, Slice] | None
+    missing: int  # elements needed and not held, summed over ranks
+    entering: int  # elements needed on the node and held nowhere on it
+    unavailable: tuple[int, Slice] | None  # a place and a slice that no rank has
 
 
 @lru_cache(maxsize=65536)

@@ -17,18 +17,14 @@ class Delivery:
     """One slice of several tensors of a class, from senders to first receivers.
 
     The n-th of the tensors goes to ``targets[i]`` from ``sources[i, n % k]``.
-
-    Attributes:
-        turns: numbers of the tensors in their class.
-        within: the shard at the sender that ``region`` is a part of.
-        receivers: the places of the target's node that want it, the target's own among them; empty
-            where it alone does.
     """
 
     class_index: int
     region: Slice
-    within: Slice
-    turns: Turns
+    within: Slice  # the shard at the sender that ``region`` is a part of
+    turns: Turns  # numbers of the tensors in their class
+    # The places of the target's node that want it, the target's own among them; empty where it
+    # alone does.
     receivers: tuple[int, ...]
     targets: np.ndarray  # [targets]
     sources: np.ndarray  # [targets, k]
