@@ -172,8 +172,7 @@ def new_schema(
     """A strict schema with one field for each keyword-only argument of ``function``.
 
     Example: ``def f(evidence, *, limit: float = 2.0)`` under the name ``"clipped"`` gives a schema
-    with ``name = "clipped"`` and ``limit: float = 2.0``; an argument without a default must be set
-    in the yaml.
+    with ``name = "clipped"`` and ``limit: float = 2.0``; the yaml must set what has no default.
 
     Args:
         positional: the arguments the caller passes, by their usual names; the function may call

@@ -88,8 +88,7 @@ class TokenView:
     sequence_gather: Callable[[Tensor], Tensor] = lambda columns: columns
 
     def select(self, index: Int[Tensor, " t"], choose: Callable[[Tensor], Tensor]) -> TokenView:
-        """Some of the tokens: ``choose`` takes them out of a tensor, ``index`` is what they are
-        called then."""
+        """Some of the tokens, which ``choose`` takes out of a tensor and ``index`` then names."""
         columns = {name: choose(values) for name, values in self.columns.items()}
         return replace(self, index=index, logprobs=choose(self.logprobs), columns=columns)
 

@@ -109,8 +109,7 @@ def named(error: BaseException) -> str:
 def place(error: BaseException) -> str:
     """The place where a user's code failed, for a message: ``", line 3 of mine.py"``.
 
-    It is the innermost line outside this package, Python and installed libraries; empty if there is
-    none.
+    The innermost line outside this package, Python and installed libraries; empty without one.
     """
     folders = sysconfig.get_paths()
     libraries = tuple(folders[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -62,8 +62,7 @@ class RolloutSource(Protocol[Experience]):
         """Inside, the engine may be asked directly, as evaluation does."""
 
     def publish(self, version: int) -> SyncReport:
-        """Collective. The engines have the policy's weights, as number ``version``, when it
-        returns.
+        """Collective. When it returns, engines have the policy's weights, as number ``version``.
 
         Raises:
             NonFiniteError: the weights are not finite; the engines keep what they have.
@@ -135,8 +134,7 @@ class Saving(Protocol):
         where its disk is full."""
 
     def end(self, within_s: float) -> None:
-        """Not collective, for a run that ends by an error: waits so long for the threads of this
-        process."""
+        """Not collective, when a run ends by an error: waits so long for this process's threads."""
 
 
 class Policy(Protocol):
@@ -180,8 +178,7 @@ class Policy(Protocol):
         after: Callable[[], None] | None = None,
     ) -> Saving:
         """Collective: ``save`` that returns as soon as the state is copied and may change; threads
-        write it. One at a time. ``after`` is called in a thread of rank 0 when the checkpoint is
-        whole."""
+        write it. One at a time. A thread of rank 0 calls ``after`` when the checkpoint is whole."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Collective: the inverse of save; returns ``extra``."""
@@ -227,8 +224,7 @@ class WholeWeightSource(Protocol):
     gathered_bytes_sent: int
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding
-        removed."""
+        """Collective: (HF name, whole tensor) on every rank, in a fixed order, without padding."""
 
 
 class WholeWeightSink(Protocol):

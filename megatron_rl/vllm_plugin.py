@@ -1,5 +1,4 @@
-"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every process of an engine or a
-server.
+"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in each process of its engines.
 
 python -m vllm.entrypoints.openai.api_server --weight-transfer-config '{"backend": "megatron_rl"}'
 ...
@@ -27,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Makes the backend ``megatron_rl`` known to vLLM. In a process of a version that is not
-    supported the log says so, and vLLM refuses a start that asks for the backend; other starts do
-    not need it."""
+    supported the log says so, and vLLM refuses a start that asks for the backend; others go on."""
     die_with_server()
     try:
         require_vllm()

@@ -235,8 +235,7 @@ def prune(root: Path, keep: int, protected: Collection[int] = (), every: int = 0
 def clean(root: Path) -> list[Path]:
     """Removes what dead writers left in ``root``, checkpoints or exports; returns what was removed.
 
-    A directory that its writer had put aside, and not yet replaced when it died, gets its name
-    back.
+    A directory that its writer had put aside, and not replaced when it died, gets its name back.
     """
     removed = []
     # First what was put aside, then what was half written: the order in which ``publish`` renames.

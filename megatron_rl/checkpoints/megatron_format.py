@@ -1,8 +1,7 @@
 """megatron's distributed checkpoint format, read and written tensor by tensor, without megatron.
 
 The format does not depend on the parallel layout: a tensor of all layers (and all experts) is one
-array ``[layers, experts, ...]`` under one key, stored in chunks; a loader takes the chunks it
-needs.
+array ``[layers, experts, ...]`` under one key, stored in chunks; a loader takes those it needs.
 """
 
 import json
@@ -71,8 +70,7 @@ _STATEFUL = (
 NEMO_WEIGHTS = "weights"
 NEMO_CONTEXT = "context"
 NEMO_PREFIX = "module."
-# Field of NeMo's configuration -> field of Architecture. Shapes alone would not show a wrong rotary
-# base.
+# Field of NeMo's configuration -> field of Architecture. Shapes would not show a wrong rotary base.
 NEMO_FIELDS = {
     "num_layers": "num_layers",
     "hidden_size": "hidden_size",

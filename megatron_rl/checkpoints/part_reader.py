@@ -142,8 +142,7 @@ def read_items(
     strides = np.cumprod(after[::-1])[::-1][: len(array.size)]
     order = np.argsort(begin @ strides, kind="stable")
     firsts = (begin @ strides)[order]
-    # Where a rectangle ends before the needed one begins, but one sorted before it does not, both
-    # are compared.
+    # A rectangle that ends before the needed one is compared if one sorted before it does not.
     furthest = np.maximum.accumulate(((end - 1) @ strides)[order])
     for number, chunk in enumerate(wanted):
         corner = np.array(chunk.offsets, dtype=np.int64)

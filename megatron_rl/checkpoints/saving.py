@@ -96,8 +96,7 @@ class CheckpointSave:
         if error is None:
             return _SaveReport(self._sealed)
         partial = self.path.with_name(self.path.name + PARTIAL)
-        # Raised once more, so that ``room_for`` turns what a full disk has caused into an error of
-        # the user's.
+        # Raised once more: ``room_for`` turns what a full disk has caused into an error of the user
         try:
             with disk.room_for(partial, self.num_bytes, f"the checkpoint {self.path.name}"):
                 raise error

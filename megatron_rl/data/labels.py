@@ -26,8 +26,7 @@ def labels(names: Sequence[str]) -> dict[str, str]:
     """A short label for each file, data set or generator, different from all others: a file's stem,
     its path where another file has that stem, and a number where that is not enough.
 
-    Example: ``a/train.jsonl`` and ``b/train.jsonl`` are labeled so; ``a/train.jsonl`` alone is
-    ``train``.
+    Example: ``a/train.jsonl`` and ``b/train.jsonl`` are labeled so; the first alone is ``train``.
 
     Raises:
         ValueError: a file is given twice.
@@ -48,8 +47,7 @@ def labels(names: Sequence[str]) -> dict[str, str]:
         if counts[label] > 1 and is_file_name(name):
             label = name
         elif counts[label] > 1:
-            # Two lists of generated tasks, or data sets of one name, have no folders to tell them
-            # apart.
+            # No folders tell two lists of generated tasks, or data sets of one name, apart.
             numbers[label] += 1
             label = f"{label}#{numbers[label]}"
         chosen[name] = label

@@ -22,16 +22,14 @@ def load_tasks(spec: str, problems: Problems) -> list[Draft]:
     its verifier needs.
 
     Raises:
-        ValueError: reasoning_gym is not installed; unknown task or key, a value its configuration
-            refuses.
+        ValueError: reasoning_gym is not installed; unknown task or key, a value that it refuses.
     """
     entries = [_generate(task, query, problems) for task, query in _parse(spec, problems)]
     problems.raise_if_any()
     drafts = []
     for row, entry in enumerate(interleaved(entries), start=1):
         source = GENERATED + entry["metadata"]["source_dataset"]
-        # Tasks with many right answers, such as a puzzle's moves, name none; their verifier has the
-        # entry.
+        # Tasks with many right answers (a puzzle's moves) name none; their verifier has the entry.
         answer = str(entry["answer"] or "")
         drafts.append(Draft(row, entry["question"], answer, source, dict(entry)))
     return drafts

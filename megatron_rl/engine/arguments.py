@@ -31,8 +31,7 @@ _CHANGED_LOGITS = "megatron_rl.engine.logits_processors:ChangedLogits"
 def served_settings(config: RolloutConfig) -> dict[str, str]:
     """What the answers of a server depend on and no request says, by configuration key.
 
-    A run compares its own with those of each server. A server that can anneal also serves a run
-    that does not.
+    A run compares its own with each server's. A server that can anneal serves one that does not.
     """
     settings = {
         "rollout.dtype": str(config.dtype),

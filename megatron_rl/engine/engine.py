@@ -78,8 +78,7 @@ class VllmEngine:
 
         Raises:
             ValueError: the world is not a multiple of ``rollout.tensor``; no checkpoint in
-                ``model_path``; vLLM refuses a setting, or is of another version than the one
-                supported.
+                ``model_path``; vLLM refuses a setting, or is not of the supported version.
         """
         assert dist.is_initialized(), (
             "initialize torch.distributed before the engine, or vLLM makes a world of one"
@@ -249,8 +248,7 @@ class VllmEngine:
 
         Raises:
             WeightSyncError: a tensor is not one of the checkpoint. At the first tensor the engine
-                keeps its old weights; later, or on any other exception, it refuses to generate
-                from then on.
+                keeps its old weights; later, or on any other exception, it will not generate.
         """
         self._require_usable(("weights",))
         checked = checked_stream(weights, self._expected, getattr(torch, self._config.dtype))
@@ -268,8 +266,7 @@ class VllmEngine:
         Recorded from vLLM's own loaders; the weights stay as they are.
 
         Raises:
-            UndiscoveredError: a loader computes with the weights, so copying slices cannot replace
-                it.
+            UndiscoveredError: a loader computes with the weights: copying slices cannot replace it.
         """
         self._require_usable(("weights",))
         if self._shards is None:

@@ -67,8 +67,7 @@ def truncate_(
     Top-p keeps the fewest of the most likely tokens whose probability, among the top-k, reaches it.
 
     Args:
-        limits: top_k (0: the row stays as it is), top_p, and the temperature that the logits will
-            be divided by.
+        limits: top_k (0: the row stays as it is), top_p, and what will divide the logits.
         most: no top_k is larger.
     """
     top_k, top_p, temperature = limits.split(1, dim=1)

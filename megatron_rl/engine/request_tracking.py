@@ -70,8 +70,7 @@ class RequestTracker:
             requests.append(behind(prepared, there))
             params.append(vllm_sampling(left, first + number, self.eos_token_ids, len(there)))
         names = llm.enqueue(requests, params, use_tqdm=False)
-        # vLLM numbers requests, and puts random letters after the number; its outputs have the
-        # number alone.
+        # vLLM puts random letters after the number of a request; its outputs have the number alone.
         request_ids = [int(name.partition("-")[0]) for name in names]
         for request_id, name, there in zip(request_ids, names, responses.values(), strict=True):
             asked = prompt.token_ids + tuple(there)

@@ -32,8 +32,7 @@ class TokensOf(NamedTuple):
 
 
 def arguments_to_return() -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that make it return experts; none where ``SlotExperts`` keeps
-    them."""
+    """Arguments of ``vllm.LLM`` to return experts; none where ``SlotExperts`` keeps them."""
     from vllm.distributed.aux_output_connector import worker
     from vllm.triton_utils import HAS_TRITON
 

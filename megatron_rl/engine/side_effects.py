@@ -63,8 +63,7 @@ def undisturbed_process() -> Iterator[None]:
 
 def import_model_class(model_path: str) -> None:
     """Imports the class of the model, as this process must. vLLM would ask a process of its own
-    first what that class can do, which imports all of vLLM again; once for each cache folder and
-    class."""
+    first what it can do, which imports all of vLLM again; once for each cache folder and class."""
     file = Path(model_path) / "config.json"
     if not file.is_file():  # vLLM says so
         return

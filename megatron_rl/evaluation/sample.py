@@ -46,8 +46,7 @@ def find_sample(path: Path, overrides: Sequence[str], world_size: int) -> Evalua
     """The weights and the settings that belong to ``path``: a HF directory, the name of one on the
     hub, a run or a checkpoint.
 
-    Of a run its newest whole checkpoint, else its export. The engine spans all ``world_size``
-    processes.
+    Of a run its newest whole checkpoint, else its export. The engine spans all processes.
 
     Raises:
         ValueError: ``path`` is none of them, or the overrides do not fit the settings.

@@ -85,8 +85,7 @@ Hook = Callable[..., RolloutEdit]
 
 
 def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
-    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``; the head of this file says what
-    holds.
+    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``: see the head of this file.
 
     Registering calls nothing: a run names its hooks, ``rollout_hooks.<name>={}``.
     Example::

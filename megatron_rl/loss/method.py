@@ -56,13 +56,11 @@ class Method:
 
         Args:
             batch: tokens of one micro-batch on one rank.
-            sequence_sum: differentiable sum over the ranks that share a response (context
-                parallelism).
+            sequence_sum: differentiable sum over the context ranks, which share a response.
             sequence_gather: what those ranks hold, see ``WholeResponses``.
 
         Raises:
-            ValueError: the batch lacks what the method reads, or the length of Dr. GRPO's divisor
-                is not known.
+            ValueError: the batch lacks what the method reads, or Dr. GRPO's length is not known.
         """
         return token_loss(batch, self.config, self.response_limit, sequence_sum, sequence_gather)
 

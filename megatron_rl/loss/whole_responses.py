@@ -43,8 +43,7 @@ class WholeResponses:
         place = quantile_place(count, share)
         below = place.floor().long()
         above = torch.minimum(below + 1, (count - 1).clamp(min=0))
-        # A response without loss tokens has no value of its own: it must not read behind the last
-        # one.
+        # A response without loss tokens has no value, and must not read behind the last one.
         last = max(ranked.numel() - 1, 0)
         low, high = (ranked[(start + rank).clamp(max=last)[self.index]] for rank in (below, above))
         return low + (place - below).to(low.dtype)[self.index] * (high - low)

@@ -118,8 +118,7 @@ class Architecture(ModelSizes):
         rotary_share: of a head that is rotated.
         attention_factor: of queries and of keys, by YaRN.
         mrope_section: how many of a head's angles belong to time, row and column of a position
-            (empty: positions are plain numbers). ``mrope_interleaved``: in turns, else one after
-            the other.
+            (empty: positions are plain numbers). ``mrope_interleaved``: in turns, else in blocks.
         adapter_slots: A and B of the adapters of a layer; empty: all weights are trained.
         prefixes: those that a newer layout of the checkpoint has, and what they are here.
         text_prefix: how HF's names begin in the language model, but for the head;

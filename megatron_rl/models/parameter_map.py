@@ -45,8 +45,7 @@ def fused_norms(arch: Architecture) -> dict[str, str]:
 class Parameter:
     """One Megatron parameter of the whole model.
 
-    ``names`` are the full HF names of the slot's tensors; ``layer`` and ``expert`` count over the
-    whole model.
+    ``names``: full HF names of the slot's tensors; ``layer`` and ``expert`` count over the model.
     """
 
     slot: Slot

@@ -1,8 +1,7 @@
 """Memory of the engine on a rank, in bytes: weights, the sampler's state, key-value cache, and
 what its sleep keeps.
 
-Weights are in ``rollout.dtype``; with ``rollout.quantization`` the matrices of its layers have one
-byte a number.
+Weights are in ``rollout.dtype``; matrices of layers under ``rollout.quantization`` in one byte.
 """
 
 import math
@@ -19,8 +18,7 @@ _QUANTIZED_BYTES = 1
 _INT32_BYTES = 4
 # Sequences under way at once where ``rollout.max_num_seqs`` is null, and the GiB of a device from
 # which vLLM takes the larger number (EngineArgs.get_batch_defaults in vllm/engine/arg_utils.py).
-# An A100 of 80 GiB gets the smaller one: its name is not known here, and the plan is on the safe
-# side.
+# An A100 of 80 GiB gets the smaller one: its name is not known here, and the plan errs safely.
 _DEFAULT_SEQUENCES = 256
 _DEFAULT_SEQUENCES_LARGE = 1024
 _LARGE_DEVICE_GIB = 70
@@ -71,8 +69,7 @@ def max_sequences(rollout: RolloutConfig, device_gib: float) -> int:
 
 
 def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
-    """Bytes of each table over the vocabulary in the sampler of vLLM's V2 model runner, the one of
-    GPUs.
+    """Bytes of each table over the vocabulary in the sampler of vLLM's V2 model runner (of GPUs).
 
     For penalties, used or not: how often a sequence has answered with each token (int32), and a bit
     for each token of its prompt; for structured outputs: a bit for each token allowed. Bits stand

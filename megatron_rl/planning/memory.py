@@ -170,8 +170,7 @@ def _activation_bytes(
 def _vision_bytes(
     arch: Architecture, parallel: ParallelConfig, stage: int, item_bytes: int, load: Workload
 ) -> int:
-    """Tower of the images in flight, and the pixels of one micro-batch, as if every token were one
-    of an image.
+    """Tower of the images in flight, and pixels of a micro-batch, as if all tokens were of images.
 
     Every context rank encodes the images of a sequence that it holds a part of.
     """

@@ -1,5 +1,4 @@
-"""The phases of a step, the memory that each needs on a rank, and what to change where it does not
-fit."""
+"""The phases of a step, the memory of each on a rank, and what to change where it does not fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

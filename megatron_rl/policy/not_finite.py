@@ -39,8 +39,7 @@ def check_weights(
         learning_rate: of the last optimizer step; None before the first.
 
     Raises:
-        NonFiniteError: on every rank, when a parameter of any rank is not finite; names step and
-            tensors.
+        NonFiniteError: on all ranks, when a parameter of any is not finite; names step and tensors.
     """
     bad = not_finite(plain(tensor) for _, tensor in named)
     total = torch.tensor([len(bad)], device=device)

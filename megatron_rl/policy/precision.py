@@ -110,8 +110,7 @@ def token_multiple(precision: PrecisionConfig) -> int:
 def logprob_format(config: TransformerConfig, precision: PrecisionConfig) -> Iterator[None]:
     """During a pass without gradient: no FP8 where ``precision.fp8.logprobs`` is bfloat16.
 
-    megatron reads ``config`` at every forward; weights that are kept in FP8 are read as bfloat16
-    then.
+    megatron reads ``config`` at every forward; weights kept in FP8 are read as bfloat16 then.
     """
     if precision.fp8 is None or precision.fp8.logprobs == "same":
         yield

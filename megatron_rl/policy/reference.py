@@ -45,8 +45,7 @@ class Reference:
 
     In a reference pass the parameters point to the memory of the gradients, which hold nothing
     between two updates and are never smaller than the weights: the starting weights are copied
-    there for each pass, which leaves zeros. The trained weights stay where they are and are never
-    copied.
+    there for each pass, which leaves zeros. The trained weights stay where they are.
     """
 
     def __init__(self, held: Sequence[LocalParameter], chunks: Sequence[Any]) -> None:

@@ -121,8 +121,7 @@ def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
 def detailed_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     """``evaluation_metrics``, all of it also of each of the parts (``eval/pass_at_8/gsm8k``), the
     spread over runs (``_spread_of_runs``), and the bounds of accuracy, pass@k and maj@n:
-    ``eval_low/accuracy`` and ``eval_high/accuracy`` hold it with 95 %, by Student's t over
-    prompts."""
+    ``eval_low/accuracy`` and ``eval_high/accuracy`` hold it with 95 % (Student's t, of prompts)."""
     metrics = evaluation_metrics(judged, pass_at) | _only_alone(judged, pass_at)
     for name, part in judged.parts().items():
         values = _overall_metrics(part, pass_at) | _only_alone(part, pass_at)

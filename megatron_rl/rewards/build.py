@@ -97,8 +97,7 @@ class WeightedReward:
 
         Raises:
             ValueError: these prompts cannot be verified: no verifier is known for a data source, a
-                task is refused, an answer is bad; or the function of ``reward.function`` cannot be
-                imported.
+                task is refused, an answer is bad; or ``reward.function`` cannot be imported.
         """
         if self._function is not None:
             self._function.pool.wait_until_ready()

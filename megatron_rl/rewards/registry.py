@@ -35,8 +35,7 @@ def register_verifier(name: str, *, sources: str | None = None) -> Callable[[Any
     Args:
         name: value of ``reward.verifier``.
         sources: regular expression of data sources (the whole name) that ``auto`` gives to this
-            verifier. Later registrations go before earlier ones, so that a plug-in can claim a
-            source.
+            verifier. Later registrations go before earlier ones: a plug-in can claim a source.
 
     Raises:
         RegistrationError: the name is taken by another verifier, or is ``auto``; what is registered

@@ -1,5 +1,4 @@
-"""Does the engine compute what the policy computes? A few fixed sequences, scored by both after a
-weight sync.
+"""Does the engine compute what the policy does? Some sequences, scored by both after a sync.
 
 A digest proves that the bytes arrived. What an engine makes of them (fused, packed, quantized
 copies) shows only in its numbers.
@@ -53,8 +52,7 @@ def check_sequences(
     prompts: Sequence[Prompt], image_token_id: int | None = None
 ) -> list[CheckSequence]:
     """The ends of the first prompts that have something to predict; half of them whole prompts with
-    images where there are such: no others show a tower that is stale. Raises ValueError when there
-    is none."""
+    images where there are such: no others show a stale tower. Raises ValueError without any."""
     texts = [
         CheckSequence(prompt.token_ids[-MAX_TOKENS:])
         for prompt in prompts

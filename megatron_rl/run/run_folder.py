@@ -155,8 +155,7 @@ class RunFolder:
         self._saved_at = monotonic()
 
     def save_unless_there(self, step: int, policy: Policy, source: RolloutSource) -> None:
-        """Collective. A whole checkpoint of ``step``, for a run that has to wait and may be ended
-        meanwhile."""
+        """Collective. A whole checkpoint of ``step``: the run has to wait and may end meanwhile."""
         self.check_save(wait=True)
         if not self._world.from_main(step_path(self.path / CHECKPOINTS, step).exists):
             self.save(step, policy, source)

@@ -51,9 +51,8 @@ class Barrier:
     def release(
         self, step: str, ranks: Sequence[int], absent: Callable[[], Mapping[int, str]]
     ) -> dict[int, str]:
-        """For the first process: waits until all ``ranks`` arrived, or ``absent()`` says which of
-        them will not and why. Returns the problems by rank; where there are any, the step does not
-        begin."""
+        """For the first process: waits until all ``ranks`` arrived, or ``absent()`` says which will
+        not and why. Returns the problems by rank; with any, the step does not begin."""
         keys = [f"{step}/{rank}" for rank in ranks]
         problems: Mapping[int, str] = {}
         # ``check`` does not wait, as ``get`` would: meanwhile a process may turn out to be absent.
@@ -173,8 +172,7 @@ def join_group(
 ) -> dist.ProcessGroup:
     """Collective over the ``size`` processes that share ``store`` and ``secret``: gloo for the
     host's memory, NCCL for that of a GPU; errors of both are raised. Their addresses are in the
-    store under names that follow from the secret, so a process with another one does not get in by
-    mistake.
+    store under names that follow from the secret: no process with another one gets in by mistake.
 
     This keeps no attacker out: the store has no password, lists its keys, and lets any
     process that reaches its port read, set and delete them. In a closed network only.

@@ -33,8 +33,7 @@ from megatron_rl.runtime.process import reported as reported
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 # The first release of torch whose CUDA build adds products of bfloat16 onto a float32 matrix
-# (torch.addmm with out_dtype, its input given as ``out``), as the backward pass of the logprobs
-# does.
+# (torch.addmm with out_dtype, its input given as ``out``), as the backward of the logprobs does.
 _FIRST_TORCH_ON_CUDA = (2, 11)
 # A rank may wait for the longest response of another, however long that takes; what ends a launch
 # that hangs is the heartbeat. Every group of a run gets this limit: torch's own are 10 and 30
@@ -191,8 +190,7 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
     """Joins the launch of torchrun (or a world of one), selects this rank's device, begins to log.
 
     Raises:
-        ValueError: some of torchrun's variables are set and others not, or torch is too old for
-            CUDA.
+        ValueError: only some of torchrun's variables are set, or torch is too old for CUDA.
     """
     # CUDA reads it when it starts. The backward of a layer that is cut over ranks starts a
     # collective, then a matrix product that is to run at the same time. One queue of work to the

@@ -136,8 +136,7 @@ class Registry:
             registration = self._read(path)
             if registration is None:
                 continue
-            # Any change counts, not only a larger beat: a server that was started again begins with
-            # beat 0.
+            # Any change counts, not only a larger beat: a server that is started again begins at 0.
             before, changed_at = self._seen.get(
                 registration.name, (registration, self._first_change(path, registration, now))
             )

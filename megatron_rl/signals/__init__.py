@@ -1,7 +1,6 @@
 """Quantities that methods read, one file each; see ``base.Signal``.
 
-Importing this package registers those of all its files; a plug-in registers further ones while it
-is imported.
+Importing this package registers those of its files; a plug-in registers more when imported.
 """
 
 from importlib import import_module

@@ -1,5 +1,4 @@
-"""Responses seen once more behind prompts with masked images, for methods that read how likely they
-are there.
+"""Responses behind prompts with masked images, for methods that read how likely they are there.
 
 In an update the policy is given a second sequence for each response: the same tokens, other pixels.
 To it they are prompts and responses like all, in the micro-batch of the plain ones. What comes back

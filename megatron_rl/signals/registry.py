@@ -88,8 +88,7 @@ class Signals:
 
     def check(self, prompts: Sequence[Prompt], config: Config) -> None:
         """Raises ValueError where a signal cannot be computed of the training prompts, or of a
-        policy that is restricted to the tokens that the sampler keeps, or whose experts are
-        given."""
+        policy that has only the tokens that the sampler keeps, or whose experts are given."""
         rollout = config.rollout
         for signal in self.members:
             if rollout.router_replay != "none" and type(signal).extend is not Signal.extend:

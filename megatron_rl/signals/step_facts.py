@@ -21,8 +21,7 @@ class RunProgress(Signal):
 
 @register_signal
 class GroupAccuracy(Signal):
-    """``group_accuracy``: the share of correct responses to the response's prompt, over all of the
-    rollout step."""
+    """``group_accuracy``: the share of correct responses to the response's prompt in the step."""
 
     about = "the accuracy of the prompt in the loss"
     columns = ("group_accuracy",)

@@ -67,8 +67,7 @@ def visual_entropy(features: Float[Tensor, "patches d"]) -> Float[Tensor, ""]:
 
     p are the eigenvalues of the patch covariance C = F' F / (patches - 1), divided by their sum,
     with F centered over patches. The non-zero eigenvalues of C are those of F F' / (patches - 1),
-    so the smaller of the two matrices is decomposed; products are accumulated in chunks, in
-    float64.
+    so the smaller of the two is decomposed; products are accumulated in chunks, in float64.
 
     Raises:
         ValueError: fewer than two patches.

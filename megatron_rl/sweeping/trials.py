@@ -1,5 +1,4 @@
-"""The trials of a sweep: one combination of overrides each, with a folder name and its checked
-configuration."""
+"""The trials of a sweep: combinations of overrides, with folder names and checked configs."""
 
 import hashlib
 import itertools
@@ -19,8 +18,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.run.start import finished_text
 
-# Characters of a name before "-" and a digest of six; file systems allow 255 bytes, and wandb 128
-# for a group.
+# Characters of a name before "-" and a digest of six; file systems allow 255 bytes, wandb 128.
 _MAX_NAME = 120
 _SPECIAL = re.compile("[^A-Za-z0-9._+-]+")
 

@@ -1,5 +1,4 @@
-"""A minibatch on disk, with all that its loss and gradient depend on; tools/replay_step.py computes
-them again.
+"""A minibatch on disk, with all that tools/replay_step.py needs to compute its gradient again.
 
 ``run_dir/nonfinite/step_NNNNNN``: ``batch.safetensors`` (tokens, lengths, logprobs, rewards,
 credit), ``bundle.json`` (rows, micro-batches, what the run saw), ``config.json``,

@@ -45,8 +45,7 @@ class Health:
             logger.info("step %d: bundle written to %s", minibatch.step, path)
 
     def after(self, minibatch: Minibatch, result: UpdateResult) -> None:
-        """Collective where the run stops: the weights are then those that the skipped steps left
-        alone.
+        """Collective where the run stops, with weights that the skipped steps left alone.
 
         Raises:
             NonFiniteError: ``nonfinite.stop_after`` optimizer steps in a row were skipped.

@@ -48,8 +48,7 @@ class Placement:
     world: World
 
     def to_owners(self, experience: Experience) -> Experience:
-        """Collective: ``experience`` with its tokens on their owners, and the batch of a pass over
-        all rows."""
+        """Collective: ``experience`` with tokens on their owners, and the batch of all rows."""
         responses = experience.responses
         plan = self.sharding.plan(experience.sequences, range(len(responses)))
         owners = owning_ranks([plan], len(responses), self.sharding.owners)

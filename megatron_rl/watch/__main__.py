@@ -2,8 +2,7 @@
 
     python -m megatron_rl.watch runs/quickstart_cpu
 
-It only reads the folder of the run. Ctrl-C ends it, not the run; into a file or a pipe it prints
-once.
+It only reads the run's folder. Ctrl-C ends it, not the run; into a file or a pipe it prints once.
 """
 
 import os

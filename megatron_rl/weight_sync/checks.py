@@ -65,8 +65,7 @@ def compare(
 def verify_tensors(digests: Mapping[str, str]) -> None:
     """Collective: every rank has the same tensors. ``digests``: of each HF-named tensor.
 
-    One digest a rank is exchanged when all is well; the tables only when it is not, to name the
-    tensors.
+    A digest a rank is exchanged when all is well; the tables when it is not, to name the tensors.
 
     Raises:
         WeightSyncError: on every rank, naming the tensors and the ranks.

@@ -67,8 +67,7 @@ def raise_everywhere(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Collective: when any rank has an error, every rank raises it, so that none continues alone or
-    hangs.
+    """Collective: when any rank has an error, all raise it, so that none continues alone or hangs.
 
     Raises:
         ValueError: there is no ``advice`` and the errors of all ranks that have one are such.

@@ -1,5 +1,4 @@
-"""The plain weight sync: every rank gathers every tensor whole, and its engine cuts out what it
-needs.
+"""The plain weight sync: every rank gathers all tensors whole; its engine cuts out what it needs.
 
 Simple, and the reference for any faster one.
 """
@@ -22,8 +21,7 @@ from megatron_rl.weight_sync.failure import Stage, SyncProgress
 @dataclass(frozen=True)
 class GatherSync:
     """Streams the policy's gathered weights into the engine, one tensor at a time. ``verify``:
-    compare digests of every tensor, as it is handed to the engine, over all ranks, at every
-    sync."""
+    compare digests of every tensor, as handed to the engine, over all ranks, at every sync."""
 
     policy: WholeWeightSource
     engine: WholeWeightSink
@@ -34,8 +32,7 @@ class GatherSync:
         gave to the policy's gathers for others.
 
         Where an engine refuses, its rank continues gathering so that no peer waits, then all ranks
-        raise; where the policy fails in the middle of a gather, only a rank that ends can free the
-        others.
+        raise; where the policy fails in the middle of a gather, only a rank's end frees the others.
 
         Raises:
             WeightSyncError: on every rank: the tensors of two of them differ, or are not what the

@@ -68,8 +68,7 @@ class ReshardSync:
         plus what it copied from itself.
 
         Raises:
-            ValueError: a training parameter changed its dtype or shape; before anything moves, on
-                every rank.
+            ValueError: a training parameter changed dtype or shape; on all ranks, before any move.
             WeightSyncError: on every rank: something went wrong on one of them, or what arrived
                 differs from what was sent; names ranks, tensors and slices. On the ranks that
                 notice it: a peer is gone. The engine is then unusable.

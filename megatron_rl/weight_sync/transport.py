@@ -28,8 +28,7 @@ class TransportReport:
     """What one run moved on this rank, in bytes; ``peak_staging_bytes``: size of the send and
     receive buffers.
 
-    ``checksums``: of every bucket as it left or arrived here, if requested; on the host, or on the
-    way there.
+    ``checksums``: of every bucket as it left or arrived, if requested; on the host or on its way.
     """
 
     bytes_sent: int
@@ -74,8 +73,7 @@ class Transport:
             for message in (*step.sends, *step.receives):
                 self.messages[message.bucket] = message
         if dist.is_initialized():
-            # NCCL needs all ranks in the first operation of a group on a device; a round may have
-            # only two.
+            # NCCL needs all ranks in the first operation of a group on a device; a round has few.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def run(
@@ -102,8 +100,7 @@ class Transport:
         Raises WeightSyncError on every rank, with what went wrong on which; at once, and on the
         ranks that notice it, when a peer is gone.
         """
-        # From check_sources, where every rank learns of one that has no room; no longer held than
-        # the run takes.
+        # From check_sources, where every rank learns of one without room; held for the run alone.
         staging = self.staging or self.buffers()
         self.staging = []
         run = _TransportRun(self, staging, source, target, written, checked, failed)
@@ -186,8 +183,7 @@ def _aligned(size: int) -> int:
 
 
 class _Flight(NamedTuple):
-    """A round under way: its place among the rank's rounds, its messages, and the buffers that they
-    arrive in."""
+    """A round under way: its place among the rank's rounds, its messages, and their buffers."""
 
     index: int
     step: Round

@@ -1,5 +1,4 @@
-"""What the engine expects to receive in a weight update, and a stream that refuses anything
-else."""
+"""What the engine expects in a weight update, and a stream that refuses anything else."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -75,8 +75,7 @@ class StagedWeights:
     replace the old ones later, all at once.
 
     One version, in host memory, as the model's loader gives its parameters: not fused, packed or
-    quantized yet. It stays when it has taken its place, so that the model may leave it and come
-    back to it.
+    quantized yet. It stays when it has taken its place: the model may leave it and come back.
     """
 
     def __init__(self, receiver: ShardReceiver) -> None:
@@ -111,8 +110,7 @@ class StagedWeights:
 
     def _copy(self, parameter: Parameters, written: Callable[[str], None]) -> None:
         # Layer by layer: one that is open has memory of the device in addition to that of its old
-        # weights, and they may have come in another order (first parts of all experts, then second
-        # ones).
+        # weights, and they may have come in another order (all experts' first parts, then others).
         for key in sorted(self._tensors, key=lambda key: key.rpartition(".")[0]):
             parameter(key).copy_(self._tensors[key])
             written(key)

@@ -194,9 +194,8 @@ def _reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterato
 
 
 def _leave_unprocessed(model: nn.Module) -> None:
-    """Ends a reload that broke off: each layer that was not processed gets its old tensors back
-    when the reload ends. The weights are then of two versions, and every layer can be loaded
-    again."""
+    """Ends a reload that broke off: each layer that was not processed gets its old tensors back.
+    The weights are then of two versions, and every layer can be loaded again."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -248,8 +247,7 @@ def built_with_values(model: nn.Module) -> Iterator[str]:
 
 
 def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; a shared one under each of its names while a reload has given
-    each its own."""
+    """Parameters and buffers by name; a shared one by each, while a reload gives each its own."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -274,8 +272,7 @@ class OpenLayers:
     ) -> None:
         """``keys``: all parameters that will be written; those in ``padded`` only in part, their
         other elements are to be 0. ``at_end``: layers are processed by ``close``, in the order of
-        the model's modules, which is the same on all workers; until then all are held as they were
-        written.
+        the model's modules, the same on all workers; until then they are held as written.
         """
         self.model = model
         self.padded = padded
@@ -327,8 +324,7 @@ class OpenLayers:
 
 
 def repack_cpu(model: nn.Module) -> None:
-    """Rebuilds the packed copies that a reload leaves behind on CPU, after all weights of ``model``
-    were replaced.
+    """Rebuilds the packed copies that a reload of ``model`` leaves behind on CPU.
 
     A linear layer is packed into a kernel handle when it is processed after loading. The reload
     processes only layers whose own loader ran: the head of a tied model has none, and keeps the

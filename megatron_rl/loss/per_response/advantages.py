@@ -66,8 +66,7 @@ def reinforce_pp_baseline(
 
     m and v are mean and unbiased variance of a over all response tokens of the batch. Groups
     without spread are whitened like the others (a = 0 becomes -m / sqrt(v)).
-    Source: REINFORCE++ (arXiv 2501.03262) section 3; the constants of whitening are those of its
-    released code.
+    Source: REINFORCE++ (arXiv 2501.03262) section 3; constants of whitening: its released code.
     """
     deviation = centered(rewards, groups)
     tokens = lengths.to(rewards.dtype)

@@ -12,13 +12,11 @@ from megatron_rl.loss.shapes import PerGroup, PerResponse, ResponseCounts, Respo
 
 @dataclass(frozen=True)
 class Evidence:
-    """All responses of a rollout step; a function that names a field, property or column is
-    given it.
+    """All responses of a step; a function that names a field, property or column is given it.
 
     ``rewards`` hold the KL where the method places it in the reward; ``plain_rewards`` never do.
     ``accuracy`` is the share of correct responses by group, ``share`` the same at each response,
-    ``omega`` the mean plain reward of the step clipped to [0, 1]. ``eps`` and ``ddof`` are the
-    method's.
+    ``omega`` the step's mean plain reward clipped to [0, 1]. ``eps``, ``ddof``: the method's.
     """
 
     batch: ResponseBatch

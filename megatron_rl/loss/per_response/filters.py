@@ -1,5 +1,4 @@
-"""Which groups and responses take part, and what is added to rewards before anything is
-estimated."""
+"""Which groups and responses take part, and what is added to rewards before estimators see them."""
 
 from typing import Annotated, ClassVar
 
@@ -19,8 +18,7 @@ def not_all_correct(correct: ResponseFlags, groups: Segments) -> ResponseFlags:
 def one_demonstration(
     is_demonstration: ResponseFlags, mean_entropy: PerResponse, groups: Segments
 ) -> ResponseFlags:
-    """False for the demonstrations of a group but that of the lowest mean entropy, the first of
-    equal ones.
+    """False for a group's demonstrations but that of the lowest mean entropy (of equals the first).
 
     Source: ExGRPO (arXiv 2510.02245), which of the remembered responses is trained on.
     """

@@ -15,8 +15,7 @@ from megatron_rl.loss.shapes import PerGroup, PerResponse, PerToken, ResponseFla
 def k1(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken:
     """-d, d = ref_logprobs - logprobs: unbiased, of either sign.
 
-    Its gradient has mean 0 over samples, so as a loss it does not pull the policy back; use it in
-    the reward.
+    Its gradient has mean 0 over samples: as a loss it pulls nothing back; use it in the reward.
     """
     return logprobs - ref_logprobs
 

@@ -29,8 +29,7 @@ class SelfReward(Piece):
     beta: PositiveFloat = 0.1
 
     def term(self, terms: Terms, weights: Tensor) -> LossOutput:
-        """Its metric is the share where r_s > 1/2 says what the verdict says, of the responses that
-        were not cut."""
+        """Its metric: the share of uncut responses where r_s > 1/2 says what the verdict says."""
         logprobs, index, start, was_cut = (terms.column(name) for name in self.reads)
         correct = terms.correct[index]
         off = self.class_weights(terms.correct, was_cut, terms.dtype)[index]

@@ -22,8 +22,7 @@ from megatron_rl.loss.whole_responses import SequenceGather
 
 
 def token_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:
-    """The columns of TokenBatch that a method reads, and the reference's logprobs, each with who
-    reads it."""
+    """Columns of TokenBatch that a method reads, and the reference's logprobs, with readers."""
     for shaper in config.token_shaping.values():
         yield from TOKEN_SHAPERS.readings(shaper)
     for aggregate in (config.aggregate, config.kl.aggregate):
@@ -167,8 +166,7 @@ def _kl_coefficients(terms: Terms, positive: float, negative: float) -> PerToken
 
 
 def mismatch_weights(terms: Terms, config: MismatchConfig) -> PerToken | None:
-    """Detached weights of the policy term, 1 where no sampler was at work; None without a
-    correction."""
+    """Detached weights of the policy term, 1 where no sampler was at work; None: no correction."""
     if config.kind == "none":
         return None
     weights = CORRECTIONS[config.kind](terms, {"cap": config.cap})

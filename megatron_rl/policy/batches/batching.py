@@ -19,8 +19,7 @@ from megatron_rl.types import SequenceBatch, Sequences
 
 
 class _OnDemand(Sequence[Microbatch]):
-    """Micro-batches that are packed when they are taken first: a device then works on the ones
-    before."""
+    """Micro-batches that are packed when first taken: a device then works on the ones before."""
 
     def __init__(self, pack: Callable[[int], Microbatch], count: int) -> None:
         self._pack = cache(pack)

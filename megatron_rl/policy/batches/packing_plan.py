@@ -171,8 +171,7 @@ def _merged(first: list, second: list, num_bins: int) -> list:
     overlap = len(first) + len(second) - num_bins
     cut_first = len(first) - overlap
     cut_second = len(second) - overlap
-    # The fullest of one meets the emptiest of the other; those that would meet an empty bin stay
-    # alone.
+    # The fullest of one meets the emptiest of the other; what would meet an empty bin stays alone.
     joined = [
         (cost + other, row, rows + others)
         for (cost, row, rows), (other, _, others) in zip(
@@ -217,8 +216,7 @@ def _best_fit_decreasing(items: list[Item], budget: int) -> list[Bin]:
 
 
 def _without_empty(bins: list[Bin], num_bins: int, tokens_of: dict[int, int]) -> list[Bin]:
-    """``num_bins`` bins, none empty while another holds two rows: the fullest such bin is cut in
-    about half."""
+    """``num_bins`` bins, none empty while another holds two rows: the fullest such is halved."""
     # By number: the heap refers to bins, and one that is cut becomes two with new numbers.
     numbered = dict(enumerate(bins))
     next_number = len(bins)

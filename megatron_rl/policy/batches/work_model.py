@@ -41,8 +41,7 @@ class WorkModel:
         A token takes two operations for each parameter in the matrices that it passes through
         (output layer included, inactive experts not), and causal attention over n tokens
         ``2 * num_layers * attention_width * n**2``, the width being query heads x head dimension.
-        Example: Qwen2.5-7B (7.07e9 parameters, 28 layers, width 3584) has a crossover at 70,454
-        tokens.
+        Example: Qwen2.5-7B (7.07e9 parameters, 28 layers, width 3584) has it at 70,454 tokens.
         """
         parameters = arch.vocab_size * arch.hidden_size
         for layer in range(arch.num_layers):
@@ -53,8 +52,7 @@ class WorkModel:
         return cls(parameters // (arch.num_layers * arch.num_heads * arch.head_dim))
 
     def work(self, tokens: Integers, context: Integers | int = 0) -> Integers:
-        """Work of ``tokens`` tokens that follow ``context`` others, without that of the context
-        itself."""
+        """Work of ``tokens`` tokens that follow ``context`` others, without that of the context."""
         # n tokens after c others attend to (c + n)^2 - c^2 = n (n + 2 c) pairs, halved as all are.
         return tokens + tokens * (tokens + 2 * context) // self.crossover_tokens
 

@@ -41,8 +41,7 @@ Consume = Callable[[Microbatch, TokenValues], tuple[Tensor, Any]]
 
 
 class _SequenceSum(torch.autograd.Function):
-    """All-reduce over the context ranks; the gradient is all-reduced too, because every rank's loss
-    uses the sum."""
+    """All-reduce over the context ranks; of the gradient too, as every rank's loss uses the sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
@@ -96,8 +95,7 @@ class ScoreBuffer:
     tensor rank 0 of the last stage, on the context rank that holds the token. Prompt tokens stand
     behind them, at ``microbatches.prompt_places``.
 
-    The host knows the places of the tokens: they go to the device in one copy, after the last
-    micro-batch.
+    The host knows the places of the tokens, which go to the device in one copy at the end.
     """
 
     def __init__(
@@ -162,8 +160,7 @@ class ScoreBuffer:
 
 @dataclass
 class Totals:
-    """Loss and metrics summed over micro-batches of this rank; keys ending in ``_max`` by
-    maximum."""
+    """Loss and metrics over micro-batches of this rank: sums; of keys ending in ``_max`` maxima."""
 
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -194,8 +191,7 @@ class Passes:
         *,
         backward: bool,
     ) -> list[Any]:
-        """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
-        last stage)."""
+        """Collective: what ``consume`` collected, by micro-batch; nothing before the last stage."""
         length = 0  # without a pipeline megatron does not ask, and none need be packed for it
         if self.ranks.pipeline > 1:
             lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
@@ -287,8 +283,7 @@ class Passes:
         }
         values = replace(values, columns={**values.columns, **computed})
         loss, data = consume(microbatch, values)
-        # Without response tokens the graph must still reach every stage: the pipeline waits for a
-        # gradient.
+        # Without response tokens the graph must still reach every stage, which awaits a gradient.
         connected = loss + values.logprobs.sum() * 0
         for column in computed.values():
             connected = connected + column.sum() * 0

@@ -37,8 +37,8 @@ class WholeLinear(torch.nn.Module):
 
 class PackedAngles(RotaryEmbedding):
     """Rotary angles of every packed token, by its position: the layer would choose them by
-    boundaries, which it fetches to the host. Not with several context ranks, as those have parts of
-    sequences."""
+    boundaries, which it fetches to the host. Not with context ranks: they have parts of sequences.
+    """
 
     positions: Tensor | None = None
 

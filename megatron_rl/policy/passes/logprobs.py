@@ -55,8 +55,7 @@ def token_values(
 
     ``topk_logprobs``: of the ``top_k`` most likely tokens, most likely first, with gradient; which
     of two equally likely tokens is the k-th is open. ``likely_logprobs``: of the ids that are
-    given, in their order, with gradient; -inf in free places. ``is_argmax``: no token is more
-    likely.
+    given, in their order, with gradient; -inf in free places. ``is_argmax``: none is more likely.
 
     ``weight`` is this rank's block of rows of W; padding has no probability and a zero gradient. A
     target outside ``[0, vocab_size)`` has probability 0: its logprob is ``-inf``. ``hidden`` and
@@ -148,8 +147,7 @@ class _Logprobs(torch.autograd.Function):
 class Chunks:
     """Iterates over ``(rows, x)``: a slice of tokens, and its scaled logits.
 
-    They are those of this rank's true columns, in one reused buffer that the consumer may
-    overwrite.
+    They are those of this rank's true columns, in a reused buffer that may be overwritten.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> None:
@@ -346,8 +344,7 @@ def _combine(stats: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _wanted(stats: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """``(x, token)``, ``[t, num_wanted]`` each, of the given tokens or the largest x of all
-    ranks."""
+    """``(x, token)``, ``[t, num_wanted]``, of the given tokens or the largest x of all ranks."""
     if head.likely is not None:
         return stats.amax(0).t(), head.likely
     ranks, _, num_tokens = stats.shape

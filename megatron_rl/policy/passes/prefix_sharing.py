@@ -60,8 +60,7 @@ def plan_shared_prompts(
 def _costs(
     batch: Sequences, work: WorkModel, parts: Sequence[Part], only_images: bool
 ) -> list[int]:
-    """Of each part the work of its prompt, once, and of each response after the prompt, or with
-    it."""
+    """Of each part the work of its prompt, once, and of responses after the prompt, or with it."""
     if not parts:
         return []
     prompts = batch.prompt_lengths.numpy()

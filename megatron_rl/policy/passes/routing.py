@@ -60,8 +60,7 @@ class ReplayedRouter:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Called by megatron's router: (scores, experts) ``[tokens, k]`` of ``scores`` ``[tokens,
-        experts]``."""
+        """For megatron's router: (scores, experts) ``[tokens, k]`` of ``[tokens, experts]``."""
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         given = self.given

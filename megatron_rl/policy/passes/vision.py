@@ -164,8 +164,7 @@ class ImageAngles(MultimodalRotaryEmbedding):
     def forward(
         self, position_ids: Tensor, mrope_section: Any, cp_group: Any = None
     ) -> Float[Tensor, "tokens 1 1 angles"]:
-        """Of ``[3, 1, tokens]``, those of all context ranks: attention takes its own of each
-        sequence."""
+        """Of ``[3, 1, tokens]`` on all context ranks: attention takes its own of each sequence."""
         of_angles = position_ids[:, 0].to(self.inv_freq.dtype).index_select(0, self.axes).t()
         angles = of_angles * self.inv_freq
         return torch.cat((angles, angles), -1)[:, None, None]
@@ -293,8 +292,7 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
 
 
 def _features(tower: Any, images: PlacedImages, group: dist.ProcessGroup) -> Tensor:
-    """``[features, width]`` of all images, of which each tensor rank encodes a part; see
-    ``_encoded``."""
+    """``_encoded``, ``[features, width]``, of all images; each tensor rank encodes a part."""
     shares = image_shares(images.grids, group.size())
     share = shares[group.rank()]
     if share.start == share.stop:  # its parameters get a gradient all the same, of zeros

@@ -91,8 +91,7 @@ class WeightView:
             yield from self._gather_saved.run()
 
     def gathered_gradients(self, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-        """Collective: the gradients of what is saved, by HF name, whole; zeros of a frozen
-        tower."""
+        """Collective: gradients of what is saved, by HF name, whole; zeros of a frozen tower."""
         with platform():
             optimizer.whole_gradients(chunks)
         yield from self._gather_saved.run(optimizer.gradient)

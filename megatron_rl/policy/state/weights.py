@@ -139,8 +139,7 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
 
 
 def check_directory(path: Path, arch: Architecture) -> None:
-    """Collective. Reads headers only, on one rank: a damaged folder is named before anything is
-    built.
+    """Collective. Reads headers, on one rank: a damaged folder is named before anything is built.
 
     Raises:
         ValueError: on every rank, as ``HfDirectory`` and its ``check``.

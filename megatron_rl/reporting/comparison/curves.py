@@ -22,8 +22,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """Spread of a variant: median, smallest and largest value of its runs that have one at
-    ``x``."""
+    """Spread of a variant: median, smallest and largest value of its runs with one at ``x``."""
 
     x: np.ndarray
     median: np.ndarray

@@ -154,8 +154,7 @@ def _draw(axes: Axes, drawing: Drawing) -> None:
 
 
 def _fitted(title: str) -> str:
-    """A title that does not reach into the next axes: a data source, after the colon, may have a
-    long name."""
+    """A title that stays off the next axes: the data source, after the colon, may be long."""
     lines = [title]
     if len(title) > _MAX_TITLE:
         lines = title.replace(": ", ":\n", 1).split("\n")

@@ -106,8 +106,7 @@ def course(run: Run, metric: str) -> Course | None:
 
 
 def compare(variant: VariantScore, baseline: VariantScore) -> Comparison:
-    """Paired over common seeds; Welch's interval of the difference of means where there are
-    none."""
+    """Paired over common seeds; without any, Welch's interval of the difference of means."""
     common = sorted(variant.values.keys() & baseline.values.keys())
     if common:
         differences = [variant.values[seed] - baseline.values[seed] for seed in common]
@@ -135,8 +134,7 @@ def cost(variant: Variant) -> dict[str, float | None]:
 
 
 def _mean(of_run: Callable[[list[float]], float], runs: Sequence[list[float]]) -> float | None:
-    """``of_run`` of the values of each run, averaged over those that have any: what a run does not
-    say is not 0."""
+    """``of_run`` of each run's values, averaged over runs with any: what one lacks is not 0."""
     present = [of_run(values) for values in runs if values]
     return fmean(present) if present else None
 

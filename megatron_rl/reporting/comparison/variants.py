@@ -30,8 +30,7 @@ _MAX_VALUE = 28  # characters of a value in a label
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs of equal settings, one a seed, or several of a seed where nothing else tells them
-    apart."""
+    """Runs of equal settings, one a seed, or several where nothing else tells them apart."""
 
     label: str  # short, and different from that of every other variant
     runs: tuple[Run, ...]
@@ -104,8 +103,7 @@ def all_runs(variants: Sequence[Variant]) -> list[Run]:
 
 
 def distinct(values: Sequence[Any]) -> list[Any]:
-    """Without repetitions, in the order of the first of each; values may be lists, which no set
-    takes."""
+    """Without repetitions, in order of appearance; values may be lists, which no set takes."""
     kept: list[Any] = []
     for value in values:
         if value not in kept:

@@ -1,7 +1,6 @@
 """Judges responses inside a worker, each under a timer.
 
-The answer is cut out of the response and verified; the whole response is matched against the
-format.
+The answer is cut out of the response and verified; the format is matched against all of it.
 """
 
 import math

@@ -21,8 +21,7 @@ from megatron_rl.rewards.workers.messages import HEADER, PoolSetup
 logger = logging.getLogger(__name__)
 
 # Seconds to wait before the first, second, ... start in a row. The delays outlast what kills
-# processes for a while (a lack of memory, an operator); a server that cannot start ends the run in
-# seconds.
+# processes for a while (lack of memory, an operator); a server that cannot start soon ends the run.
 START_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -77,8 +76,7 @@ class RewardWorker:
 
 
 class WorkerServer:
-    """One server process, started in the background, and again when it is gone; for several
-    threads."""
+    """A server process, started in the background, and again when it is gone; for many threads."""
 
     def __init__(self, setup: PoolSetup) -> None:
         self._setup = setup
@@ -91,8 +89,7 @@ class WorkerServer:
         """A new worker, whose first replies are its pid and that it is ready.
 
         Raises:
-            RuntimeError: the server ended after each of ``START_DELAYS_S``, before it had one
-                worker ready.
+            RuntimeError: after each of ``START_DELAYS_S`` the server ended before a worker was up.
         """
         ours, theirs = socket.socketpair()
         worker = RewardWorker(ours)

@@ -1,5 +1,4 @@
-"""The server process behind ``megatron_rl.rewards.workers.pool``: it imports once and forks the
-workers.
+"""The server process behind ``megatron_rl.rewards.workers.pool``: imports once, forks workers.
 
 Started as ``python -m megatron_rl.rewards.workers.worker FD``. The control socket FD brings the
 ``WorkerSetup`` first, then one socket a message: for each the server forks a worker that serves it

@@ -167,8 +167,7 @@ def _singles(
 
 
 def _replaced(responses: Responses, asks: Sequence[Ask]) -> list[int]:
-    """The rows that leave for those that ``asks`` have brought, which are the last of their
-    groups."""
+    """The rows that leave for those that ``asks`` have brought, the last of their groups."""
     rows: list[int] = []
     for ask in asks:
         if ask.replaces:

@@ -60,8 +60,7 @@ class RolloutHooks:
 
 
 def edited_responses(responses: Responses, edit: RolloutEdit) -> Responses:
-    """``responses`` with the rewards of ``edit``, without the groups it drops: ``edited``, on every
-    rank."""
+    """``responses`` with the rewards of ``edit``, without the groups it drops, on every rank."""
     if edit.rewards is not None:
         rewards = [float(reward) for group in edit.rewards for reward in group]
         pairs = zip(responses.scores, rewards, strict=True)

@@ -167,8 +167,7 @@ def on_main(
 
 
 def _spans(sampled: Bool[np.ndarray, " tokens"], version: int) -> tuple[VersionSpan, ...]:
-    """Example: True True False of version 4 are ``(VersionSpan(4, 2), VersionSpan(APPENDED,
-    3))``."""
+    """True True False of version 4 are ``(VersionSpan(4, 2), VersionSpan(APPENDED, 3))``."""
     if not len(sampled):
         return ()
     ends = [*(np.flatnonzero(np.diff(sampled)) + 1).tolist(), len(sampled)]

@@ -104,8 +104,7 @@ class Responses:
         def renumbered(held: TokenRows) -> TokenRows:
             return replace(held.take(taken), rows=number_of[taken])
 
-        # The sum of the changes so far numbers the groups from 0: the first row is compared with
-        # itself.
+        # The sum of changes so far numbers groups from 0: the first row is compared with itself.
         changes = np.diff(self.group_ids[rows], prepend=self.group_ids[rows[:1]]) != 0
         arrays = {name: getattr(self, name)[rows] for name in ROW_ARRAYS}
         return Responses(

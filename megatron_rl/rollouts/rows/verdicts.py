@@ -20,8 +20,7 @@ class VerdictRules(NamedTuple):
     max_excluded_share: float  # of responses without a verdict; a step with more ends the run
 
     def judged(self, responses: Responses) -> Responses:
-        """The responses that have a verdict; of the groups that lose one, those that stay large
-        enough."""
+        """Responses that have a verdict; of groups that lose one, those that stay large enough."""
         has_verdict = np.array([score.problem is None for score in responses.scores], dtype=bool)
         if has_verdict.all():
             return responses

@@ -1,14 +1,12 @@
 """A folder belongs to one live process: a lock that the process holds until it ends.
 
 POSIX record locks (``fcntl.lockf``) on ``folder/.lock``. The kernel frees them with the process,
-however it ends, and child processes do not inherit them: neither a dead holder nor an orphan
-blocks.
+however it ends, and children do not inherit them: neither a dead holder nor an orphan blocks.
 
 Network file systems: NFSv4 has these locks in its protocol, NFSv3 through lockd; both then hold
 between hosts. Not covered: mounts with ``nolock`` or ``local_lock`` (the lock is seen on its own
 host only), file systems without locks such as Lustre mounted without ``flock`` (logged as a
-warning), a server that restarts and does not give the lock back, and a folder removed under a live
-run.
+warning), a server that loses the lock in a restart, and a folder removed under a live run.
 """
 
 import errno

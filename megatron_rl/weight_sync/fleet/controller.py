@@ -47,8 +47,7 @@ class StepOutcome(NamedTuple):
 @dataclass
 class FleetController:
     """Gives commands to all servers of a group. A command that begins a step of all (a connection,
-    an update) returns only when the step ends, and rank 0 itself takes part in it: threads wait for
-    the responses.
+    an update) returns only when the step ends, and rank 0 takes part in it: threads wait for it.
 
     Every step has a name of its own, under which rank 0 and the workers pass the barrier.
 

@@ -1,5 +1,4 @@
-"""Flows: all bytes that go one way, from a source to a first target and on to others that want the
-same."""
+"""Flows: all bytes that go one way, from a source to a target and on to others that want them."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ class Nodes:
         of_rank = np.full(len(labels), -1)
         position = np.full(len(labels), -1)
         _, of_rank[part] = np.unique(labels[part], return_inverse=True)
-        # A place counts all ranks of the node, also those that take no part: equal places are equal
-        # rails.
+        # A place counts all ranks of a node, also idle ones: equal places are equal rails.
         order = np.argsort(labels, kind="stable")  # node after node, ranks in order within each
         first = np.flatnonzero(np.diff(labels[order], prepend=labels[order][:1] - 1))
         sizes = np.diff(np.append(first, len(order)))

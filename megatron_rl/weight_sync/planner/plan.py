@@ -79,8 +79,7 @@ class PlanSettings:
 
 def make_plan(sources: Side, targets: Side, settings: PlanSettings) -> Plan:
     """The plan that brings every target shard to its process: from itself if it has it, else from
-    its node, else from anywhere, once into each node; among equal sources the senders share the
-    load.
+    its node, else from anywhere, once into each node; equal sources share the load.
 
     ``sources``, ``targets``: what each rank has, and needs. Deterministic: equal inputs give equal
     plans on every rank.
@@ -203,8 +202,7 @@ class _Planner:
         return {pattern: np.sort(np.concatenate(nodes)) for pattern, nodes in alike.items()}
 
     def flows(self, classes: Sequence[TensorClass], hop: int) -> tuple[Flows, list[np.ndarray]]:
-        """What goes the same way added up, and the flow of every entry of the sources of each
-        delivery."""
+        """What goes the same way added up, and the flow of every source entry of each delivery."""
         dtypes = tuple(sorted({tensors.dtype for tensors in classes}))
         fans = tuple(sorted({(), *(delivery.receivers for delivery in self.deliveries)}))
         number_of = {fan: number for number, fan in enumerate(fans)}

@@ -44,8 +44,7 @@ class BucketChunk:
 @dataclass(frozen=True)
 class Message:
     """One bucket, seen from one of its ends: bytes ``[begin, begin + size)`` of a flow, on its way
-    along a stream. ``passed_on``: the sender has it from another one, and reads it where that was
-    written to."""
+    along a stream. ``passed_on``: the sender has it from another, and reads it where it went."""
 
     stream: Stream
     peer: int
@@ -89,8 +88,7 @@ class LocalCopy:
 
 
 class Extent(NamedTuple):
-    """What a parameter must be: its dtype, and the number of elements from its first to the last
-    one touched."""
+    """What a parameter must be: its dtype, and its elements from the first to the last touched."""
 
     dtype: str
     elements: int

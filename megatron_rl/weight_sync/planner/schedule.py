@@ -1,5 +1,4 @@
-"""When each bucket travels: rounds in which no process sends, or receives, more than one bucket of
-bytes."""
+"""When each bucket travels: rounds in which no process sends, or receives, more than one bucket."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -23,8 +23,7 @@ class Delivery:
     region: Slice
     within: Slice  # the shard at the sender that ``region`` is a part of
     turns: Turns  # numbers of the tensors in their class
-    # The places of the target's node that want it, the target's own among them; empty where it
-    # alone does.
+    # The places of the target's node that want it, its own among them; empty where it alone does.
     receivers: tuple[int, ...]
     targets: np.ndarray  # [targets]
     sources: np.ndarray  # [targets, k]

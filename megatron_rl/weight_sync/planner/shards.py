@@ -1,5 +1,4 @@
-"""Shards of many tensors that lie alike, and the strided views of local parameters where they
-live."""
+"""Shards of many tensors that lie alike, and the strided views of parameters that they live in."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
