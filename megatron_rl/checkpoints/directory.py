@@ -55,9 +55,8 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
             on another machine must do so itself: this process can only do it for its own.
     """
     partial = path.with_name(path.name + PARTIAL)
-    names = sorted(
-        file.relative_to(partial).as_posix() for file in partial.rglob("*") if file.is_file()
-    )
+    written = (file for file in partial.rglob("*") if file.is_file())
+    names = sorted(file.relative_to(partial).as_posix() for file in written)
     assert names, f"{partial} is empty"
     known = digests or {}
     files = {}
@@ -67,9 +66,8 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
         digest = known.get(name) or file_digest(partial / name)
         files[name] = {"bytes": (partial / name).stat().st_size, "xxh3": digest}
     manifest = partial / MANIFEST
-    manifest.write_text(
-        json.dumps({"info": dict(info), "files": files}, indent=1) + "\n", encoding="ascii"
-    )
+    text = json.dumps({"info": dict(info), "files": files}, indent=1)
+    manifest.write_text(text + "\n", encoding="ascii")
     to_disk(manifest)
     to_disk(partial)  # the entries of the folder: forcing a file does not force its name
     _give_name(path)

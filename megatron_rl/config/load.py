@@ -143,9 +143,8 @@ def _files_of_user(overrides: Sequence[str], groups: Sequence[Path]) -> list[str
     """The options that the overrides choose from other folders than the package's."""
     chosen = [override for text in overrides if is_group(override := parse(text, groups), groups)]
     names = [f"{override.key_or_group}/{override.value()}.yaml" for override in chosen]
-    return [
-        str(folder / name) for folder in groups[1:] for name in names if (folder / name).is_file()
-    ]
+    files = [folder / name for folder in groups[1:] for name in names]
+    return [str(file) for file in files if file.is_file()]
 
 
 def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:

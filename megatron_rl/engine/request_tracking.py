@@ -145,9 +145,7 @@ class RequestTracker:
 
     def lengths(self, llm: LLM) -> dict[int, int]:
         """Tokens that every open response has got since it was begun."""
-        return {
-            request_id: _length(llm, request.name) for request_id, request in self._open.items()
-        }
+        return {number: _length(llm, request.name) for number, request in self._open.items()}
 
     @property
     def request_ids(self) -> list[int]:

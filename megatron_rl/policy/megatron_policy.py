@@ -109,9 +109,8 @@ class MegatronPolicy:
         self.optimizer_steps = 0
         self.checkpoint_memory = Memory()
         self.device = device()
-        self.vocab_rows = padded_vocab(
-            self.arch.vocab_size, model.make_vocab_divisible_by, parallel.tensor
-        )
+        divisible_by = model.make_vocab_divisible_by
+        self.vocab_rows = padded_vocab(self.arch.vocab_size, divisible_by, parallel.tensor)
         with platform():
             self._build_model(model)
             self.optimizer = optimizer.build_optimizer(optim, parallel, precision, self.chunks)

@@ -46,9 +46,8 @@ class FrozenTeacher:
         precision = policy.precision.model_copy(update={"fp8": None})
         with platform():
             config = transformer_config(arch, policy.parallel, precision)
-            self._modules = build_chunks(
-                config, arch, hf_config, model, settings.max_sequence_tokens
-            )
+            most_tokens = settings.max_sequence_tokens
+            self._modules = build_chunks(config, arch, hf_config, model, most_tokens)
             rows = padded_vocab(arch.vocab_size, model.make_vocab_divisible_by, ranks.tensor)
             held = weights.local_parameters(self._modules, arch, ranks, rows)
             weights.load(held, arch, path, ranks, require_finite=settings.require_finite)

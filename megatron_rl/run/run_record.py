@@ -106,9 +106,7 @@ class Difference:
     new: Any
 
     def __str__(self) -> str:
-        shown = [
-            value if isinstance(value, str) else json.dumps(value) for value in (self.old, self.new)
-        ]
+        shown = [one if isinstance(one, str) else json.dumps(one) for one in (self.old, self.new)]
         old, new = (shortened(text, 60) for text in shown)
         return f"{self.key} = {old} there, {new} here"
 

@@ -60,9 +60,8 @@ def checksum(data: Tensor, kind: Kind) -> Tensor:
     """
     if kind == "sums":
         return word_sums(data)
-    return torch.frombuffer(
-        bytearray(xxhash.xxh3_128(memoryview(data.numpy())).digest()), dtype=torch.uint8
-    )
+    digest = xxhash.xxh3_128(memoryview(data.numpy())).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
 def word_sums(data: Tensor) -> Tensor:

@@ -22,9 +22,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def _there(folder: Path) -> Path:
-    return next(
-        place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
-    )
+    places = (folder.absolute(), *folder.absolute().parents)
+    return next(place for place in places if place.exists())
 
 
 def used_bytes(folder: Path) -> int:

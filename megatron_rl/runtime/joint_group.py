@@ -197,9 +197,8 @@ def join_group(
         options._timeout = timeout
         with _environment(_NCCL_ERRORS_ARE_RAISED):
             backend = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
-        group._register_backend(
-            torch.device("cuda", torch.cuda.current_device()), kind.NCCL, backend
-        )
+        device = torch.device("cuda", torch.cuda.current_device())
+        group._register_backend(device, kind.NCCL, backend)
     # torch translates a process's rank in its own world into its rank in the group. These processes
     # have no world in common, so only this one's own entry means anything; the other entries must
     # merely be there, one for each, and clash with nothing.

@@ -101,9 +101,7 @@ class EndTokens:
         ends = is_end.nonzero().flatten()
         device = view.logprobs.device
         here = own.to(device)
-        plain = view.select(
-            self.plain[view.index][own], lambda values: values.index_select(0, here)
-        )
+        plain = view.select(self.plain[view.index][own], lambda x: x.index_select(0, here))
         columns = {
             "end_logprobs": view.logprobs.index_select(0, ends.to(device)),
             "end_index": to_device(self.row[view.index][ends], device),

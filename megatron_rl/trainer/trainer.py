@@ -125,9 +125,7 @@ def _step_metrics(
 ) -> dict[str, float]:
     num_tokens = int(experience.loss_tokens.sum())
     num_sampled = experience.responses.num_sampled_tokens
-    num_left = sum(
-        (experience.discarded_tokens, experience.dropped_tokens, experience.excluded_tokens)
-    )
+    num_left = experience.discarded_tokens + experience.dropped_tokens + experience.excluded_tokens
     return {
         **rollout_metrics(experience),
         **learned,

@@ -167,9 +167,7 @@ def _digest(groups: _Groups) -> str:
     """Equal for equal shards, wherever they lie; empty for none."""
     if not groups:
         return ""
-    geometry = [
-        (group.names, group.shard.full, group.region, group.shard.dtype) for group in groups
-    ]
+    geometry = [(one.names, one.shard.full, one.region, one.shard.dtype) for one in groups]
     return xxhash.xxh3_128_hexdigest(repr(geometry).encode())
 
 

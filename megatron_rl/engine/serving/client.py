@@ -170,10 +170,8 @@ class ServerClient:
                     token_ids += choice.token_ids or []
                     logprobs += [one.logprob for one in choice.logprobs.content]
                     if choice.finish_reason in _ENDS:
-                        content = list(map(_TokenLogprob, logprobs, token_ids))
-                        whole = replace(
-                            choice, token_ids=token_ids, logprobs=_ChoiceLogprobs(content)
-                        )
+                        content = _ChoiceLogprobs(list(map(_TokenLogprob, logprobs, token_ids)))
+                        whole = replace(choice, token_ids=token_ids, logprobs=content)
                         return _completion(self.url, whole), False
                     if choice.finish_reason is not None:
                         break

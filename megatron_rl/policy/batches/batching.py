@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -91,12 +91,8 @@ class Batching:
         if vision and vision.has_tower and vision.processor and batch.images is not None:
             rows = chain.from_iterable(microbatches)
             vision.processor.keep(chain.from_iterable(batch.images[row] for row in rows))
-        return _OnDemand(
-            lambda number: self.packer.pack(
-                batch, microbatches[number], totals[number], prompts=prompts
-            ),
-            len(microbatches),
-        )
+        pack = partial(self.packer.pack, batch, prompts=prompts)
+        return _OnDemand(lambda at: pack(microbatches[at], totals[at]), len(microbatches))
 
     def _least_totals(
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]

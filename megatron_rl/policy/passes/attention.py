@@ -142,9 +142,8 @@ def group(
     lengths = own + shared
     # On a GPU a mask would take the place of the flash kernel.
     is_short = (shared > 0) & (own <= shared) & (device.type == "cpu")
-    order = torch.argsort(
-        lengths - is_short * (int(lengths.max()) + 1), descending=True, stable=True
-    )
+    keys = lengths - is_short * (int(lengths.max()) + 1)
+    order = torch.argsort(keys, descending=True, stable=True)
     starts = torch.nn.functional.pad(own.cumsum(0), (1, 0))
     sizes = lengths[order].tolist()
     num_whole = len(sizes) - int(is_short.sum())
@@ -175,10 +174,8 @@ def group(
             is_kept = column < own[rows, None]
             position = shared[rows, None] + torch.minimum(column, own[rows, None] - 1)
             queries = position + own_starts
-            mask = torch.arange(longest) <= position[:, None, :, None]
-            call = replace(
-                call, queries=to_device(queries.flatten(), device), mask=to_device(mask, device)
-            )
+            mask = to_device(torch.arange(longest) <= position[:, None, :, None], device)
+            call = replace(call, queries=to_device(queries.flatten(), device), mask=mask)
         place = torch.arange(queries.numel()).view(queries.shape)
         restore[queries[is_kept]] = offset + place[is_kept]
         groups.append(call)
@@ -236,11 +233,9 @@ class PackedAttention(MegatronModule):
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """``[sequences, tokens, heads, head_dim]`` in and out."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        settings = dict(is_causal=mask is None, scale=self.scale)
         grouped = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, enable_gqa=grouped, **settings
-        )
+        settings = dict(is_causal=mask is None, scale=self.scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **settings)
         return out.transpose(1, 2)
 
     def _sequences(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
@@ -267,21 +262,13 @@ class PackedAttention(MegatronModule):
         )
         by_rank = both.view(ranks, -1, *both.shape[1:])
         keys, values = by_rank.split([key.shape[-1], value.shape[-1]], dim=-1)
-        sequences = zip(
-            lengths,
-            query.split(local),
-            keys.split(local, dim=1),
-            values.split(local, dim=1),
-            strict=True,
-        )
+        parts = (query.split(local), keys.split(local, dim=1), values.split(local, dim=1))
         outputs = []
-        for length, q, k, v in sequences:
+        for length, q, k, v in zip(lengths, *parts, strict=True):
             # Keys come rank by rank, not in the order of the sequence: hence a mask of positions.
-            key_positions = torch.cat(
-                [zigzag(length, rank, ranks, q.device) for rank in range(ranks)]
-            )
-            query_positions = zigzag(length, self.context_group.rank(), ranks, q.device)
-            mask = query_positions[:, None] >= key_positions[None]
+            positions = [zigzag(length, rank, ranks, q.device) for rank in range(ranks)]
+            own_positions = positions[self.context_group.rank()]
+            mask = own_positions[:, None] >= torch.cat(positions)[None]
             out = self._sdpa(q[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None], mask)
             outputs.append(out.squeeze(0))
         return torch.cat(outputs)

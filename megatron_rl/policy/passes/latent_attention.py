@@ -26,9 +26,8 @@ class WholeLinear(torch.nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, **_: Any) -> None:
         super().__init__()
-        self.weight: Any = torch.nn.Parameter(
-            torch.empty(outputs, inputs, dtype=config.params_dtype)
-        )
+        weight = torch.empty(outputs, inputs, dtype=config.params_dtype)
+        self.weight: Any = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, states: Tensor) -> tuple[Tensor, None]:

@@ -127,10 +127,8 @@ def _gradient_(
 ) -> None:
     """x (logits less the largest) becomes -q (log q + H) times the outer gradient, 0 outside."""
     size = split_size(x)
-    columns = (threshold, log_sum, entropy, outer)
-    for part, bound, shift, h, factor in zip(
-        x.split(size), *(each.split(size) for each in columns)
-    ):
+    parts = (each.split(size) for each in (x, threshold, log_sum, entropy, outer))
+    for part, bound, shift, h, factor in zip(*parts):
         is_in = part.exp() >= bound[:, None]
         log_q = part.sub_(shift[:, None])
         q = log_q.exp()

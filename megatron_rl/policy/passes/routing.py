@@ -81,9 +81,8 @@ class ExpertRecord:
     """
 
     def __init__(self, batch: SequenceBatch, width: int, device: torch.device) -> None:
-        self._packed = torch.zeros(
-            len(batch.token_ids) + 1, width, dtype=torch.uint8, device=device
-        )
+        size = (len(batch.token_ids) + 1, width)
+        self._packed = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def write(self, places: Tensor, first: int, packed: Tensor) -> None:
         """``packed``: bytes ``[first, ...)`` of the tokens at ``places``, -1 for padding."""

@@ -84,9 +84,8 @@ class VisionBatcher:
             features.append(feature)
             images += own
             grids += own_grids
-        return VisionInputs(
-            self, images, grids, torch.cat(positions, 1), torch.cat(numbers), torch.cat(features)
-        )
+        table = (torch.cat(positions, 1), torch.cat(numbers), torch.cat(features))
+        return VisionInputs(self, images, grids, *table)
 
     def _grids(self, row: int, images: Sequence[Image], found: int) -> list[Grid]:
         """``found``: image tokens in the prompt."""

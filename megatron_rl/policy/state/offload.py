@@ -70,10 +70,8 @@ class Offload:
             )
         for part in self.tensors:
             if part in parts and part not in self._away:
-                storages = self._storages(part)
-                self._away[part] = [
-                    self._store(part, number, storage) for number, storage in enumerate(storages)
-                ]
+                storages = enumerate(self._storages(part))
+                self._away[part] = [self._store(part, *numbered) for numbered in storages]
         # Storages are freed only after every copy out of them has ended.
         synchronize(self.device)
         for part in parts:

@@ -80,9 +80,7 @@ class ServedReward:
         self, tasks: Sequence[Task], responses: Sequence[str]
     ) -> list[Reward | BaseException]:
         """A reward, or why there is none, for each response, in their order."""
-        texts = [
-            self._text(task, response) for task, response in zip(tasks, responses, strict=True)
-        ]
+        texts = [self._text(*pair) for pair in zip(tasks, responses, strict=True)]
         asked = [asyncio.create_task(self._reward(text)) for text in texts]
         late: set[asyncio.Task[Reward]] = set()
         if asked:

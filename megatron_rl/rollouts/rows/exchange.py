@@ -29,10 +29,8 @@ def token_rows(
     (float32). ``with_sampled``: and ``sampled`` (bool), on all ranks or on none; ``num_kept``: and
     ``kept`` (int32), so many places a token; of a response without it all are free.
     ``num_likely``: and ``likely`` and ``sampler_likely_logprobs`` in the same way."""
-    ids = [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions]
-    logprobs = [
-        np.asarray(completion.sampler_logprobs, dtype=np.float32) for completion in completions
-    ]
+    ids = [np.asarray(each.token_ids, dtype=np.int32) for each in completions]
+    logprobs = [np.asarray(each.sampler_logprobs, dtype=np.float32) for each in completions]
     columns = {
         "token_ids": np.concatenate([np.empty(0, np.int32), *ids]),
         "sampler_logprobs": np.concatenate([np.empty(0, np.float32), *logprobs]),
@@ -113,9 +111,8 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
     for name, values in outgoing.columns.items():
         buffer = torch.from_numpy(np.empty((sum(received), *values.shape[1:]), dtype=values.dtype))
         # What comes in is named before what goes out, tensors and sizes alike.
-        dist.all_to_all_single(
-            buffer, torch.from_numpy(values), received, sent, group=world.control_group
-        )
+        own = torch.from_numpy(values)
+        dist.all_to_all_single(buffer, own, received, sent, group=world.control_group)
         columns[name] = buffer.numpy()
     return TokenRows(incoming, route.lengths[incoming], columns)
 

@@ -76,9 +76,8 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     for row in rows:
         for name, value in experience.responses.scores[row].parts.items():
             parts[name].append(value)
-    metrics |= temperature_metrics(
-        experience.annealing, experience.sequences.response_lengths[rows]
-    )
+    response_lengths = experience.sequences.response_lengths[rows]
+    metrics |= temperature_metrics(experience.annealing, response_lengths)
     metrics |= experience.hook_metrics
     metrics |= experience.source_metrics
     facts: dict[str, list[float]] = defaultdict(list)

@@ -85,11 +85,8 @@ class JointSync:
 
     def _connect(self) -> Plan:
         """Collective over the trainer's ranks: one group with the workers, and the plan."""
-        place = self._world.from_main(
-            lambda: self._controller.connect(
-                self._world.size, torch.device(self._trainer.device).type
-            )
-        )
+        kind = torch.device(self._trainer.device).type
+        place = self._world.from_main(lambda: self._controller.connect(self._world.size, kind))
         failed: Exception | None = None
         try:
             self._join(*place)
@@ -191,9 +188,8 @@ class JointSync:
         done = [name for name in self.names if name not in failed]
         if done:
             progress.stage = Stage.COMPLETE
-            stuck = self._world.from_main(
-                lambda: self._controller.end_update(progress.version, done)
-            )
+            end = self._controller.end_update
+            stuck = self._world.from_main(lambda: end(progress.version, done))
             lost |= {name: f"{progress}: {why}" for name, why in stuck.items()}
         if lost or unfinished:
             self._leave()

@@ -127,9 +127,8 @@ def node_demand(held: tuple[Slices, ...], wanted: tuple[Slices, ...], shards: Sl
     for part, receivers in common_parts(left):
         missing = [part]
         for shard in shards:
-            from_remote += [
-                FromRemote(region, shard, receivers) for region in each_inside(missing, shard)
-            ]
+            regions = each_inside(missing, shard)
+            from_remote += [FromRemote(region, shard, receivers) for region in regions]
             missing = each_without(missing, shard)
         if missing and unavailable is None:
             unavailable = (receivers[0], missing[0])

@@ -145,9 +145,8 @@ class _Planner:
             self.replicas.setdefault(roles, sorted(replica))
         # Each kind of node, once: the source roles at its places, then the target roles. A place
         # without a rank is -1, which would index the last rank.
-        places = [
-            np.where(nodes.ranks >= 0, role[nodes.ranks], -1) for role in (source_role, target_role)
-        ]
+        both = (source_role, target_role)
+        places = [np.where(nodes.ranks >= 0, role[nodes.ranks], -1) for role in both]
         self.kinds, kind_of = np.unique(np.concatenate(places, axis=1), axis=0, return_inverse=True)
         self.nodes_of_kind = [np.flatnonzero(kind_of == i) for i in range(len(self.kinds))]
         self.senders = Senders(nodes, source_role, target_role)
@@ -226,9 +225,8 @@ class _Planner:
         size = np.zeros(len(flows), dtype=np.int64)
         np.add.at(size, flow_of_entry, np.concatenate(sizes))
         columns = np.unravel_index(flows, digits)
-        flow_of = np.split(flow_of_entry.astype(np.int32), np.cumsum([len(way) for way in ways]))[
-            1:-1
-        ]
+        ends = np.cumsum([len(way) for way in ways])
+        flow_of = np.split(flow_of_entry.astype(np.int32), ends)[1:-1]
         shaped = [
             own.reshape(delivery.sources.shape)
             for own, delivery in zip(flow_of, self.deliveries, strict=True)

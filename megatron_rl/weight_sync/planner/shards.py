@@ -153,9 +153,8 @@ def check_written_once(rank: int, targets: Sequence[ShardGroup]) -> None:
     # for all the others; else every parameter is looked at by itself.
     if sum(len(keys) for keys in by_keys) == len(distinct):
         for keys, groups in by_keys.items():
-            _check_parameter(
-                rank, keys[0], [_WrittenShard(group, group.names[0]) for group in groups]
-            )
+            writers = [_WrittenShard(group, group.names[0]) for group in groups]
+            _check_parameter(rank, keys[0], writers)
         return
     by_key: dict[str, list[_WrittenShard]] = defaultdict(list)
     for keys, groups in by_keys.items():
