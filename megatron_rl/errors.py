@@ -112,9 +112,7 @@ def first_line(error: BaseException) -> str:
 
 def shortened(text: str, max_characters: int) -> str:
     """``text``, cut to ``max_characters`` with ``...`` as the last three."""
-    if len(text) <= max_characters:
-        return text
-    return text[: max_characters - 3] + "..."
+    return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
 
 
 def close_names(

@@ -321,9 +321,7 @@ def read_hf(
     stored = list(layer_tensors(arch, reader.vocab_rows(arch)))
     for item in stored:
         reader.array(item)  # all are there and fit, before the first is read
-    # The order of the model begins with it.
-    embedding = stored[0]
-    check_tied_head(reader, arch, embedding)
+    check_tied_head(reader, arch, stored[0])  # the order of the model begins with the embedding
     for _, group in groupby(stored, lambda item: item.parameter.names):
         items = list(group)
         size = reader.array(items[0])[1].properties.dtype.itemsize

@@ -34,9 +34,7 @@ def as_names(value: Any) -> Any:
 
 def entries(value: str | tuple[str, ...]) -> tuple[str, ...]:
     """One name, or a list of them, as a list. Example: ``"a.jsonl"`` gives ``("a.jsonl",)``."""
-    if isinstance(value, str):
-        return (value,)
-    return value
+    return (value,) if isinstance(value, str) else value
 
 
 def is_file_name(entry: str) -> bool:

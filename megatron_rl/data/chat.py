@@ -66,9 +66,7 @@ def render(
         problems.add(row, "several messages need a chat template", prompt, remedy)
     # A template writes the place of an image; without one it is written here, as the text of its
     # special tokens, which the tokenizer makes those tokens again.
-    place = ""
-    if vision is not None:
-        place = str(tokenizer.decode(list(vision.place_ids)))
+    place = "" if vision is None else str(tokenizer.decode(list(vision.place_ids)))
     return _text(messages[-1], place)
 
 

@@ -58,9 +58,7 @@ class Problems:
         """Raises ValueError: source, rows, first value and remedy of every kind of problem."""
         if not self._occurrences:
             return
-        lines = []
-        for (what, remedy), occurrences in self._occurrences.items():
-            lines.append(_line(what, remedy, occurrences))
+        lines = [_line(*kind, occurrences) for kind, occurrences in self._occurrences.items()]
         lines = first_few(lines, _SHOWN_KINDS, "... and {} more kinds of problems")
         separator = "\n  - " if len(lines) > 1 else " "
         raise ValueError(f"{self.source}:{separator}{separator.join(lines)}")

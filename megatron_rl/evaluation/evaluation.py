@@ -195,9 +195,7 @@ def build_engine(
 ) -> VllmEngine:
     """The engine, once for all weights; reads ``model.path`` only if that is asked first."""
     model = Path(config.model.path)
-    awaited = None
-    if first.path != model:
-        awaited = world.from_main(lambda: expected_tensors(model))
+    awaited = None if first.path == model else world.from_main(lambda: expected_tensors(model))
     with display.phase("building the engine"):
         engine = VllmEngine(
             str(model),

@@ -40,10 +40,6 @@ class Ranks:
     copies_group: Any
     expert_copies_group: Any
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pipeline_rank == self.pipeline - 1
-
 
 def initialize(parallel: ParallelConfig) -> Ranks:
     """Collective: builds megatron's process groups.

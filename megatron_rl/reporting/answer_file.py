@@ -122,9 +122,7 @@ class AnswerFile:
 
     def _files(self) -> list[Path]:
         """The file of the step, or its portions in their order."""
-        if self.is_whole:
-            return [self.path]
-        return sorted(self._parts.glob(f"*{_SUFFIX}"))
+        return [self.path] if self.is_whole else sorted(self._parts.glob(f"*{_SUFFIX}"))
 
     def _write(self, path: Path, tables: Iterator[pa.Table]) -> None:
         """Whole or not at all, also after a power cut: the bytes reach the disk before the name

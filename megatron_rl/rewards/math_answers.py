@@ -87,7 +87,5 @@ class MathVerifier(Verifier):
         is_right = float(verify(gold, given, timeout_seconds=None))
         # What is read comes last in the library's answer, as normalized text. Its expressions say
         # more, but printing one can take as long as it likes.
-        text = ""
-        if given and isinstance(given[-1], str):
-            text = given[-1]
+        text = given[-1] if given and isinstance(given[-1], str) else ""
         return Verdict(is_right, extracted="".join(text.split()))

@@ -23,9 +23,7 @@ def last_number(text: str) -> Decimal | None:
     ``"1/2"`` is 2 (no fractions).
     """
     numbers = NUMBER.findall(text)
-    if not numbers:
-        return None
-    return Decimal(numbers[-1].replace(",", ""))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def plain(number: Decimal) -> str:

@@ -55,10 +55,8 @@ class GeneratedVerifier(Verifier):
             ]
         by_source = {task.data_source: task for task in tasks}  # one of each is looked at
         problems = [self._problem(task) for task in by_source.values()]
-        bare = []
-        for task in tasks:
-            if task.data_source.startswith(PREFIX) and "metadata" not in task.extra:
-                bare.append(task)
+        generated = (task for task in tasks if task.data_source.startswith(PREFIX))
+        bare = [task for task in generated if "metadata" not in task.extra]
         if bare:
             problems.append(
                 f"{bare[0].uid}: its extra has no metadata, which {bare[0].data_source} needs;"

@@ -127,6 +127,4 @@ def limited(score: float, options: Options) -> Verdict:
     """
     if not (math.isfinite(score) and 0 <= score <= 1):
         return Verdict(0.0, f"score {score} is not within [0, 1]")
-    if options.partial_credit:
-        return Verdict(score)
-    return Verdict(float(score == 1))
+    return Verdict(score if options.partial_credit else float(score == 1))

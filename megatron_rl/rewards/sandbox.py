@@ -127,9 +127,7 @@ class Sandbox:
             code = self._process.wait(max(0.0, self._ends_at - time.monotonic()))
         except subprocess.TimeoutExpired:
             return None
-        if code != 0:
-            return None
-        return text.decode("utf-8", "replace")
+        return text.decode("utf-8", "replace") if code == 0 else None
 
     def _say(self, message: dict[str, Any]) -> None:
         """Writes a line; that a program is gone or does not read shows when no answer comes."""

@@ -43,11 +43,10 @@ def with_model(config: Config, world: World) -> Config:
     named = _named(path)
     if named is None:
         return config
-    revision = named["revision"]
 
     def first() -> str:
         """The commit is looked up once: a branch may move while ranks ask for it."""
-        pinned = revision or _commit_of_run(Path(config.run_dir), named["repo"])
+        pinned = named["revision"] or _commit_of_run(Path(config.run_dir), named["repo"])
         return _fetched(path, named["repo"], pinned, _DESCRIPTION)
 
     folder = world.from_main(first)

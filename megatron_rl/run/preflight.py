@@ -66,11 +66,10 @@ def check_before_build(config: Config, start: ResumePoint, keep_reference: bool)
             peft_format.check(Path(config.model.lora.path), arch, config.model.lora)
     if start.checkpoint is not None:
         info = directory.check(start.checkpoint)
-        optimizer = config.parallel.distributed_optimizer
         wanted = facts.describe(
             arch,
             config.precision.params,
-            distributed_optimizer=optimizer,
+            distributed_optimizer=config.parallel.distributed_optimizer,
             reference=keep_reference,
             model=config.model,
         )

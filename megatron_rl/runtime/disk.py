@@ -44,9 +44,7 @@ def as_text(size: int) -> str:
     """
     if size >= GB // 10:
         return f"{size / GB:.2f} GB"
-    if size < 10**3:
-        return f"{size} bytes"
-    return f"{size / 10**6:.3f} MB"
+    return f"{size} bytes" if size < 10**3 else f"{size / 10**6:.3f} MB"
 
 
 @contextlib.contextmanager

@@ -207,19 +207,16 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
     if on_gpu:
         torch.cuda.set_device(local_rank)
     join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s)
-    control = dist.group.WORLD
-    if on_gpu:
-        control = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+    control = dist.new_group(backend="gloo", timeout=NO_LIMIT) if on_gpu else dist.group.WORLD
     rank = dist.get_rank()
     size = dist.get_world_size()
     cards = gather_objects((uuid.uuid4().hex[:12], socket.gethostname(), os.getpid()), control)
     peers = [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)]
     failure.STATE.rank = rank
     failure.STATE.peers = peers
-    launch_id = cards[0][0]
     heartbeat = Heartbeat(rank, peers)
     _configure_logging(rank)
-    return World(rank, size, local_rank, launch_id, control, local_size, heartbeat)
+    return World(rank, size, local_rank, cards[0][0], control, local_size, heartbeat)
 
 
 def lift_time_limits() -> None:

@@ -95,9 +95,7 @@ def raise_limit(pid: int) -> int:
     size of the world. The usual limit of 1,024 is therefore reached at some 340 ranks.
     """
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(hard, _ENOUGH_FILES)
+    wanted = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (wanted, hard))

@@ -182,9 +182,7 @@ def plain_name(overrides: Sequence[str]) -> str:
 
 def shortened(name: str) -> str:
     """The name, a long one with a digest for its end."""
-    if len(name) <= _MAX_NAME:
-        return name
-    return f"{name[:_MAX_NAME]}-{_digest(name)}"
+    return name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}-{_digest(name)}"
 
 
 def _plain_part(text: str) -> str:
@@ -193,9 +191,7 @@ def _plain_part(text: str) -> str:
     key, _, value = text.partition("=")
     plain_value = _SPECIAL.sub("_", value).strip("_")
     plain = _SPECIAL.sub("_", f"{key}-{plain_value}")
-    if plain == f"{key}-{value}":
-        return plain
-    return f"{plain}-{_digest(text)}"
+    return plain if plain == f"{key}-{value}" else f"{plain}-{_digest(text)}"
 
 
 def _digest(text: str) -> str:

@@ -40,11 +40,9 @@ def compare(
         for stream, of in of_stream.items()
     ]
     everyone = [dict(pairs) for pairs in all_gather(own, list[tuple[Stream, str]], group)]
-    wrong = set()
-    for of_rank in everyone:  # each stream is there twice, from its source and from its target
-        for stream, digest in of_rank.items():
-            if everyone[stream.source][stream] != digest:
-                wrong.add(stream)
+    # Each stream is there twice, from its source and from its target.
+    pairs = chain.from_iterable(of_rank.items() for of_rank in everyone)
+    wrong = {stream for stream, digest in pairs if everyone[stream.source][stream] != digest}
     if not wrong:
         return
     rank = dist.get_rank(group)

@@ -39,17 +39,13 @@ def broadcast(
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value
     is_source = dist.get_rank(group) == source
-    message = torch.empty(0, dtype=torch.uint8)
-    if is_source:
-        message = _tensor(encoded(value, schema))
+    message = _tensor(encoded(value, schema)) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([message.numel()])
     dist.broadcast(size, group=group, group_src=source)
     if not is_source:
         message = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(message, group=group, group_src=source)
-    if is_source:
-        return value
-    return decoded(_content(message), schema, f"rank {source}")
+    return value if is_source else decoded(_content(message), schema, f"rank {source}")
 
 
 def _tensor(message: bytes) -> Tensor:
@@ -84,9 +80,7 @@ def raise_everywhere(
         dist.all_reduce(failed, group=group)
         if not failed:
             return
-        own = None
-        if error is not None:
-            own = (_text(error, rank), isinstance(error, ValueError))
+        own = None if error is None else (_text(error, rank), isinstance(error, ValueError))
         everyone = all_gather(own, tuple[str, bool] | None, group)
         errors = [entry for entry in everyone if entry is not None]
     except RuntimeError as gone:

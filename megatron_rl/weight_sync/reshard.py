@@ -146,9 +146,7 @@ def _no_target(key: str) -> Tensor:
 
 def _nodes(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Collective: the node of each rank, as it reports its own."""
-    own: int | str = platform.node()
-    if gpus_per_node:
-        own = dist.get_rank(group) // gpus_per_node
+    own = dist.get_rank(group) // gpus_per_node if gpus_per_node else platform.node()
     labels = all_gather(str(own), str, group)
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     return tuple(numbers[label] for label in labels)

@@ -74,9 +74,7 @@ def root_of(options: argparse.Namespace) -> Root:
 
 def handed_on(plugins: Sequence[str], root: Root) -> list[str]:
     """The options with which another start of the program composes the same."""
-    words = []
-    for plugin in plugins:
-        words += ["--plugin", plugin]
+    words = [word for plugin in plugins for word in ("--plugin", plugin)]
     if root.config_name != ROOT:
         words += ["--config-name", root.config_name]
     if root.config_dir:

@@ -371,7 +371,7 @@ def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:
     """Collective over the world: totals over micro-batches and data x context ranks, equal
     everywhere. Every tensor rank of the last stage holds the same values; one of them counts."""
     local = Totals()
-    if ranks.is_last_stage and ranks.tensor_rank == 0:
+    if ranks.pipeline_rank == ranks.pipeline - 1 and ranks.tensor_rank == 0:
         for loss, metrics in _numbers([data for data in collected if data is not None]):
             local.add(loss, metrics)
     total = Totals()

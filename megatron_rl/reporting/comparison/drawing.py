@@ -155,9 +155,7 @@ def _draw(axes: Axes, drawing: Drawing) -> None:
 
 def _fitted(title: str) -> str:
     """A title that stays off the next axes: the data source, after the colon, may be long."""
-    lines = [title]
-    if len(title) > _MAX_TITLE:
-        lines = title.replace(": ", ":\n", 1).split("\n")
+    lines = [title] if len(title) <= _MAX_TITLE else title.replace(": ", ":\n", 1).split("\n")
     return "\n".join(
         line if len(line) <= _MAX_TITLE else f"{line[: _MAX_TITLE - 3]}..." for line in lines
     )

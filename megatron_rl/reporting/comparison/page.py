@@ -232,9 +232,7 @@ def _curves_text(variants: Sequence[Variant]) -> str:
 
 def _notes(variants: Sequence[Variant], metrics: Sequence[str]) -> list[str]:
     """Caveats about the runs for a reader of the tables, one sentence each."""
-    notes: list[str] = []
-    for variant in variants:
-        notes += _notes_on_runs(variant)
+    notes = [note for variant in variants for note in _notes_on_runs(variant)]
     for metric in metrics:
         for variant in variants:
             names = [run.name for run in variant.counted if last_value(run, metric) is None]

@@ -81,9 +81,7 @@ class ResponseVerifier:
         """Writes each result as soon as it is known, so that what comes later cannot lose it."""
         accuracy = Verdict(0.0)
         if name is not None:
-            answer: str | None = response
-            if self._answer is not None:
-                answer = self._answer.last_group(response)
+            answer = response if self._answer is None else self._answer.last_group(response)
             if answer is not None:
                 accuracy = self._verified(name, task, answer)
             else:

@@ -20,9 +20,7 @@ def score(value: Any) -> dict[str, Any]:
         return {"problem": reason(value)}
     try:
         named = dict(value) if isinstance(value, Mapping) else {"reward": value}
-        numbers = {}
-        for name, number in named.items():
-            numbers[str(name)] = _number(str(name), number)
+        numbers = {str(name): _number(str(name), number) for name, number in named.items()}
         if "reward" not in numbers:
             raise ValueError(
                 f"a mapping without 'reward' (it has {', '.join(numbers) or 'nothing'})"

@@ -344,9 +344,7 @@ def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None)
     groups = sorted(by_place.items(), key=lambda item: len(item[1]))
     lines = [f"  {rank_list(ranks)}: {where}" for where, ranks in groups]
     lines = first_few(lines, _SHOWN, "  and {} more places")
-    written = ""
-    if folder is not None:
-        written = f"; the stacks of all threads are in {folder}"
+    written = "" if folder is None else f"; the stacks of all threads are in {folder}"
     limit = "raise trainer.stall_limit_s if this was work"
     first = f"no rank has got anything done for {idle_s:.0f} s ({limit}){written}"
     return "\n".join([first, *lines])

@@ -90,11 +90,8 @@ class Flows:
     @property
     def turns(self) -> int:
         """Number of turns of a round: that of the arrivals, and those that pass them on."""
-        count = 1
-        for first, fan in zip(self.first_turns, self.fans, strict=True):
-            if fan:
-                count = max(count, first + len(fan) - 1)
-        return count
+        fans = zip(self.first_turns, self.fans, strict=True)
+        return max((first + len(fan) - 1 for first, fan in fans if fan), default=1)
 
     @cached_property
     def edges(self) -> Edges:

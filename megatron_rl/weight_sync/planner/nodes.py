@@ -134,9 +134,8 @@ def node_demand(held: tuple[Slices, ...], wanted: tuple[Slices, ...], shards: Sl
             unavailable = (receivers[0], missing[0])
     # Counted from what is held and needed, not summed over the lists above: the plan is compared
     # with these bounds.
-    missing_elements = 0
-    for own, wishes in zip(held, wanted, strict=True):
-        missing_elements += covered(wishes) - covered(wishes, own)
+    places = zip(held, wanted, strict=True)
+    missing_elements = sum(covered(wishes) - covered(wishes, own) for own, wishes in places)
     all_wishes = list(chain.from_iterable(wanted))
     entering = covered(all_wishes) - covered(all_wishes, list(on_node))
     return NodeDemand(tuple(from_node), tuple(from_remote), missing_elements, entering, unavailable)

@@ -246,16 +246,12 @@ class _Planner:
                             f" which is empty or outside of its shape {full}"
                         )
         for roles, replica in self.replicas.items():
-            wanted: list[Slice] = []
-            for role in roles:
-                wanted += tensors.targets.get(role, ())
+            wanted = [region for role in roles for region in tensors.targets.get(role, ())]
             # All slices lie inside of the shape, see above: as many elements are all of them.
             if _covered(tuple(wanted)) == math.prod(full):
                 continue
             lost = without(whole, wanted)
-            holders: list[int] = []
-            for role in tensors.sources:
-                holders += self.sides[0].ranks[role]
+            holders = [rank for role in tensors.sources for rank in self.sides[0].ranks[role]]
             raise ValueError(
                 f"{names[0]}{slice_text(lost[0])} (and the same slices of {len(names) - 1} other"
                 f" tensors) is held by the training ranks {sorted(holders)} but needed by none of"

@@ -72,20 +72,13 @@ def without(region: Slice, others: Sequence[Slice]) -> list[Slice]:
 
 def each_without(regions: Iterable[Slice], other: Slice) -> list[Slice]:
     """The parts of the slices that lie outside of ``other``."""
-    rest = []
-    for region in regions:
-        rest += subtract(region, other)
-    return rest
+    return [part for region in regions for part in subtract(region, other)]
 
 
 def each_inside(regions: Iterable[Slice], other: Slice) -> list[Slice]:
     """The parts of the slices that lie inside of ``other``."""
-    inside = []
-    for region in regions:
-        common = intersect(region, other)
-        if common is not None:
-            inside.append(common)
-    return inside
+    inside = (intersect(region, other) for region in regions)
+    return [part for part in inside if part is not None]
 
 
 def cut(region: Slice, count: int) -> tuple[list[Slice], list[Slice]]:
