@@ -41,10 +41,8 @@ def conf_dir() -> Path:
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
-    raise ConfigError(
-        [f"no conf/config.yaml in {package} or next to it; reinstall megatron_rl"],
-        "the installation",
-    )
+    problem = f"no conf/config.yaml in {package} or next to it; reinstall megatron_rl"
+    raise ConfigError([problem], "the installation")
 
 
 _plugin_dirs: list[Path] = []
@@ -251,10 +249,7 @@ def known_keys(schema: Any, prefix: str = "") -> Iterator[str]:
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (
-        typing.Union,
-        typing.Annotated,
-    ):
+    elif typing.get_origin(annotation) in (types.UnionType, typing.Union, typing.Annotated):
         for argument in typing.get_args(annotation):
             yield from _models_in(argument)
 

@@ -72,11 +72,9 @@ class RequestTracker:
         names = llm.enqueue(requests, params, use_tqdm=False)
         # vLLM puts random letters after the number of a request; its outputs have the number alone.
         request_ids = [int(name.partition("-")[0]) for name in names]
+        wanted = (sampling.num_likely, sampling.expert_width)
         for request_id, name, there in zip(request_ids, names, responses.values(), strict=True):
-            asked = prompt.token_ids + tuple(there)
-            self._open[request_id] = _Open(
-                name, asked, what, sampling.num_likely, sampling.expert_width
-            )
+            self._open[request_id] = _Open(name, prompt.token_ids + tuple(there), what, *wanted)
         return request_ids
 
     def stepped(self, llm: LLM, version: int) -> list[tuple[int, Completion]]:

@@ -269,6 +269,7 @@ class _TransportRun:
         them unpacked: with whatever is in the buffers."""
         step = self.program.rounds[index]
         staging = self.staging[index % len(self.staging)]
+        group = self.transport.group
         operations = []
         incoming = []
         begin = 0
@@ -282,10 +283,7 @@ class _TransportRun:
                 self.attempt(self.packed, message, buffer)
                 self.sent += message.size
                 call = dist.isend
-            peer = message.peer
-            group = self.transport.group
-            if group is not None:
-                peer = dist.get_global_rank(group, peer)
+            peer = message.peer if group is None else dist.get_global_rank(group, message.peer)
             operations.append(dist.P2POp(call, buffer, peer, group))
         try:
             works = dist.batch_isend_irecv(operations)

@@ -23,18 +23,14 @@ class Stream(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """The hops of all flows, as columns.
-
-    Attributes:
-        delay: rounds of arrivals after the flow's own.
-        turn: 0 for a message into a node or from a source, else the turn, after the arrivals of a
-            round, in which a rank of the same node gets it.
-    """
+    """The hops of all flows, as columns."""
 
     flow: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
-    delay: np.ndarray
+    delay: np.ndarray  # rounds of arrivals after the flow's own
+    # 0 for a message into a node or from a source, else the turn, after the arrivals of a round, in
+    # which a rank of the same node gets it.
     turn: np.ndarray
 
     def of_rank(self, rank: int) -> Edges:

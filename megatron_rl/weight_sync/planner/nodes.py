@@ -26,16 +26,11 @@ Slices = tuple[Slice, ...]
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the ranks that take part.
+    """The nodes of the ranks that take part."""
 
-    Attributes:
-        of_rank, position: rank -> its node, its place there.
-        ranks: (node, place) -> rank, -1 where there is none.
-    """
-
-    of_rank: np.ndarray
-    position: np.ndarray
-    ranks: np.ndarray
+    of_rank: np.ndarray  # rank -> its node
+    position: np.ndarray  # rank -> its place there
+    ranks: np.ndarray  # (node, place) -> rank, -1 where there is none
 
     @staticmethod
     def of(taking_part: Iterable[int], node_of_rank: Sequence[int]) -> Nodes:

@@ -25,22 +25,18 @@ from megatron_rl.weight_sync.planner.slices import Slice, covered, intersect, sl
 
 @dataclass(frozen=True)
 class Plan:
-    """The deliveries, their flows and buckets, and their cost in bytes.
-
-    Attributes:
-        deliveries: each with the flow of every entry of its ``sources``; None for local copies.
-        bytes_by_link: same_process, same_node, across_nodes.
-        lower_bound: bytes that a process needs and does not have, each counted once per process,
-            summed over processes; no plan can send less.
-        node_bound: bytes that are needed on a node and that no process of it has, each counted once
-            per node; no plan can send less across nodes.
-    """
+    """The deliveries, their flows and buckets, and their cost in bytes."""
 
     classes: tuple[TensorClass, ...]
+    # Each with the flow of every entry of its ``sources``; None for local copies.
     deliveries: tuple[tuple[Delivery, np.ndarray | None], ...]
     schedule: Schedule
-    bytes_by_link: Mapping[str, int]
+    bytes_by_link: Mapping[str, int]  # same_process, same_node, across_nodes
+    # Bytes that a process needs and does not have, each counted once per process, summed over
+    # processes; no plan can send less.
     lower_bound: int
+    # Bytes that are needed on a node and that no process of it has, each counted once per node; no
+    # plan can send less across nodes.
     node_bound: int
 
     @property
@@ -58,23 +54,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan follows from besides the shards.
+    """What a plan follows from besides the shards."""
 
-    Attributes:
-        bucket_bytes, rounds_in_flight: see ``schedule``.
-        gpus_per_node: neighbors in rank order that share a node.
-        node_of_rank: any number for each rank, equal for those of one node, in its place.
-        replicas: groups of ranks that must together want every element of every tensor (None: all
-            ranks that need anything are one).
-        cast: floating types may differ, values are cast before they are sent.
-    """
-
-    bucket_bytes: int
-    rounds_in_flight: int = 2
-    gpus_per_node: int = 1
+    bucket_bytes: int  # see ``schedule``
+    rounds_in_flight: int = 2  # see ``schedule``
+    gpus_per_node: int = 1  # neighbors in rank order that share a node
+    # In its place any number for each rank, equal for those of one node.
     node_of_rank: Sequence[int] | None = None
+    # Groups of ranks that must together want every element of every tensor (None: all ranks that
+    # need anything are one).
     replicas: Sequence[Sequence[int]] | None = None
-    cast: bool = False
+    cast: bool = False  # floating types may differ, values are cast before they are sent
 
 
 def make_plan(sources: Side, targets: Side, settings: PlanSettings) -> Plan:

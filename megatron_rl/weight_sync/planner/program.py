@@ -4,7 +4,7 @@ copies, round by round."""
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,17 +27,12 @@ class Landing(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketChunk:
-    """One slice of a tensor inside a bucket, in row-major order.
-
-    Attributes:
-        begin: its first element in the bucket.
-        landings: on the sender, the one place it comes from; on the receiver, every place it goes
-            to.
-    """
+    """One slice of a tensor inside a bucket, in row-major order."""
 
     tensor: str
-    begin: int
+    begin: int  # its first element in the bucket
     region: Slice
+    # On the sender, the one place it comes from; on the receiver, every place it goes to.
     landings: tuple[Landing, ...]
 
 
@@ -61,9 +56,7 @@ class Message:
     @property
     def contents(self) -> str:
         """First and last tensor of the bucket with their slice_text, for messages."""
-        ends = [self.chunks[0]]
-        if len(self.chunks) > 1:
-            ends.append(self.chunks[-1])
+        ends = self.chunks if len(self.chunks) < 2 else (self.chunks[0], self.chunks[-1])
         return " .. ".join(chunk.tensor + slice_text(chunk.region) for chunk in ends)
 
 
@@ -159,12 +152,9 @@ class _Places(NamedTuple):
     def chunk(self, piece: _Piece, is_source: bool) -> BucketChunk:
         """With the place that the source reads, or every place that a receiver writes to."""
         begin, tensor, region, within = piece
+        places = self.landings(tensor, region)
         if is_source:
-            places: Iterable[tuple[Slice, View]] = [
-                (region, self.source_view(tensor, within, region))
-            ]
-        else:
-            places = self.landings(tensor, region)
+            places = iter([(region, self.source_view(tensor, within, region))])
         landings = tuple(Landing(_window(part, region), view) for part, view in places)
         return BucketChunk(tensor, begin, region, landings)
 
@@ -215,11 +205,8 @@ def _rounds(plan: Plan, rank: int, places: _Places) -> Iterator[Round]:
     schedule = plan.schedule
     for edge, bucket, number in zip(*schedule.messages(own)):
         flow = int(own.flow[edge])
-        stream = Stream(
-            int(own.sender[edge]),
-            int(own.receiver[edge]),
-            plan.flows.dtypes[plan.flows.dtype[flow]],
-        )
+        dtype = plan.flows.dtypes[plan.flows.dtype[flow]]
+        stream = Stream(int(own.sender[edge]), int(own.receiver[edge]), dtype)
         begin = int(schedule.begin[bucket])
         where = (flow, begin, int(schedule.size[bucket]))
         sends, receives = messages[int(number)]

@@ -69,20 +69,14 @@ class ShardPattern(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorClass:
-    """Tensors of one shape with the same sources and the same targets.
-
-    Attributes:
-        order: their places in the order of all names.
-        dtype: in which they travel, that of the engine.
-        sources, targets: role -> its slices.
-    """
+    """Tensors of one shape with the same sources and the same targets."""
 
     names: tuple[str, ...]
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # their places in the order of all names
     full: tuple[int, ...]
-    dtype: str
-    sources: Mapping[int, tuple[Slice, ...]]
-    targets: Mapping[int, tuple[Slice, ...]]
+    dtype: str  # in which they travel, that of the engine
+    sources: Mapping[int, tuple[Slice, ...]]  # role -> its slices
+    targets: Mapping[int, tuple[Slice, ...]]  # likewise
 
     @property
     def itemsize(self) -> int:
