@@ -155,12 +155,11 @@ def read_items(
         starts = np.maximum(begin[near], corner)
         lengths = np.minimum(end[near], edge) - starts
         for place in np.flatnonzero((lengths > 0).all(axis=1)):
-            source = stored[near[place]].offsets
             yield ReadItem(
                 LoadItemType.TENSOR,
                 dest_index=MetadataIndex(key, torch.Size(chunk.offsets), number),
                 dest_offsets=torch.Size((starts[place] - corner).tolist()),
-                storage_index=MetadataIndex(key, source, int(near[place])),
+                storage_index=MetadataIndex(key, stored[near[place]].offsets, int(near[place])),
                 storage_offsets=torch.Size((starts[place] - begin[near[place]]).tolist()),
                 lengths=torch.Size(lengths[place].tolist()),
             )

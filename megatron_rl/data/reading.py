@@ -78,10 +78,9 @@ def read_sources(
 
 def examined(data: Data, config: Config) -> list[Doubt]:
     """Everything about the data that is allowed and probably a mistake."""
-    by_key = {"data.train": data.train, "data.eval": data.held_out}
     return [
         (key, doubt)
-        for key, sources in by_key.items()
+        for key, sources in {"data.train": data.train, "data.eval": data.held_out}.items()
         for doubt in _doubts(all_prompts(sources), config)
     ]
 

@@ -185,7 +185,6 @@ def transformer_config(
 ) -> TransformerConfig:
     """megatron's configuration for ``arch``."""
     on_cpu = not torch.cuda.is_available()
-    interleaved = parallel.virtual_pipeline is not None
     fields: dict[str, Any] = dict(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -215,7 +214,7 @@ def transformer_config(
         # Batched point-to-point swaps the two messages between the two ranks of an interleaved
         # pipeline of two stages; unbatched and overlapped is right for every layout.
         batch_p2p_comm=False,
-        overlap_p2p_comm=interleaved,
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
         # Required for dense models too: megatron refuses its default with lengths that vary.
         moe_token_dispatcher_type="alltoall",
         mrope_section=list(arch.mrope_section) or None,

@@ -41,9 +41,8 @@ class PostRollout:
                 responses = edited_responses(responses, edit)
                 metrics = edit.metrics
         self.log(step, responses)
-        experience = experience_of(responses)
         return replace(
-            experience,
+            experience_of(responses),
             hook_metrics=metrics,
             seconds=clock.seconds,
             dropped_tokens=num_tokens - responses.num_sampled_tokens,

@@ -71,11 +71,10 @@ class PromptStream:
     def state(self) -> dict[str, Any]:
         """Where the first prompt lies that may still be asked for."""
         first = min(self._prompts, default=self._next)
-        visits = {group: visit for group, visit in self._visits.items() if group >= first}
         return {
             "number": first,
             "loader": self._before.get(first, self._loader.state()),
-            "visits": visits,
+            "visits": {group: visit for group, visit in self._visits.items() if group >= first},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

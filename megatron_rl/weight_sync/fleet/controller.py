@@ -156,9 +156,8 @@ class FleetController:
         if self._barrier.has_reported(step, self._ranks[name]):
             return True
         if time.monotonic() > self._report_by:
-            limit_s = self.options.timeout_s
             raise ConnectionError(
-                f"its workers have not reported within {limit_s:g} s how it ended"
+                f"its workers have not reported within {self.options.timeout_s:g} s how it ended"
             )
         return False
 
