@@ -233,10 +233,7 @@ def _deep_problems(arch: Architecture, num_deep: int, parallel: ParallelConfig) 
 
 
 def common(hf: Any, **more: Any) -> Architecture:
-    """The fields every family shares, plus ``more``.
-
-    Refuses activations and rotary types that are not implemented.
-    """
+    """The fields every family shares, plus ``more``; refuses other activations and rotary types."""
     refuse(hf, {"hidden_act": ("silu",)})
     rope = dict(hf.rope_parameters)
     # Of a part of a head YaRN's factor of attention would have to be applied to that part alone.

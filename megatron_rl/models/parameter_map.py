@@ -182,10 +182,7 @@ def axis_sizes(
 def local_shape(
     parameter: Parameter, arch: Architecture, vocab_rows: int, size: int
 ) -> tuple[int, ...]:
-    """Shape of the parameter on each of ``size`` tensor-parallel ranks.
-
-    Padding of the vocabulary is included.
-    """
+    """Shape of the parameter on each of ``size`` tensor-parallel ranks, with vocabulary padding."""
     length, others, axis = axis_sizes(parameter, arch, vocab_rows)
     if axis == -1:
         return (length, *others)

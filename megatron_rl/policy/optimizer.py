@@ -67,10 +67,7 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Collective: the norm of the gradient over all parameters.
-
-    Leaves the gradient ready for the step.
-    """
+    """Collective: the norm of the gradient of all parameters, which is left ready for the step."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 

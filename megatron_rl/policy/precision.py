@@ -99,10 +99,7 @@ def optimizer_config(
 
 
 def token_multiple(precision: PrecisionConfig) -> int:
-    """What the tokens of one rank must be a multiple of.
-
-    The FP8 products of the backward sum over them.
-    """
+    """What a rank's tokens must be a multiple of: FP8 products of the backward sum over them."""
     return 1 if precision.fp8 is None else BLOCK[precision.fp8.recipe]
 
 

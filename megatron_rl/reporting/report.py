@@ -78,10 +78,7 @@ def _skipped(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length as aligned columns, with a rule under the first row.
-
-    The first column is aligned left, the others right.
-    """
+    """Rows of equal length as columns, the first aligned left, with a rule under the first row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

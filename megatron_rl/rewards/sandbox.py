@@ -178,10 +178,7 @@ def command(kind: str) -> list[str]:
 
 @functools.cache
 def refusal(kind: str) -> str | None:
-    """The reason why programs cannot run in such a sandbox on this machine; None when they can.
-
-    Runs one to find out.
-    """
+    """Why programs cannot run in such a sandbox on this machine, found by running one; else None."""
     if kind == "bubblewrap" and _bwrap() is None:
         return f"reward.sandbox = bubblewrap: bwrap is not installed; {_REMEDY}"
     ends_at = time.monotonic() + _PROBE_TIMEOUT_S

@@ -210,10 +210,7 @@ def _info(wanted: str) -> str:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Prints the composed configuration.
-
-    Gives 1, with what is wrong on stderr, where a key or a value cannot be.
-    """
+    """Prints the composed configuration; gives 1, with the reason on stderr, where it is wrong."""
     try:
         load_plugins(options.plugin)
         composed = compose(options.config_name, options.overrides, options.config_dir)

@@ -185,10 +185,7 @@ def group(
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each packed sequence.
-
-    Query, key and value are ``[tokens, heads, head_dim]``.
-    """
+    """Causal attention inside each packed sequence, of ``[tokens, heads, head_dim]`` each."""
 
     def __init__(
         self,

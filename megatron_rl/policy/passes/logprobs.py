@@ -256,10 +256,7 @@ class Gradients:
 
 
 def multiply(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
-    """``out = a @ b`` or ``out += a @ b``.
-
-    A 16-bit product is written to a float32 ``out`` without rounding to 16 bits.
-    """
+    """``out = a @ b`` or ``out += a @ b``; a 16-bit product goes to a float32 ``out`` unrounded."""
     mixed = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if accumulate:
         torch.addmm(out, a, b, **mixed, out=out)

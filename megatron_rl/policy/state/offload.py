@@ -45,10 +45,7 @@ class Offload:
         return tuple(self._away)
 
     def require(self, *parts: str) -> None:
-        """Raises RuntimeError when one of ``parts`` is offloaded.
-
-        Reading it would crash the process, or give nonsense.
-        """
+        """Raises RuntimeError when one of ``parts`` is away: a read would crash the process."""
         missing = [part for part in parts if part in self._away]
         if missing:
             raise RuntimeError(

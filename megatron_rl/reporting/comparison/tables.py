@@ -41,10 +41,7 @@ class Table:
 
 
 def number(value: float | None, digits: int = 3, signed: bool = False) -> str:
-    """A number with so many digits after the point.
-
-    Example: ``0.534``, ``+12.300``, ``1,234.000``.
-    """
+    """A number with so many digits after the point: ``0.534``, ``+12.300``, ``1,234.000``."""
     sign = "+" if signed else ""
     return NOTHING if value is None else f"{value:{sign},.{digits}f}"
 
