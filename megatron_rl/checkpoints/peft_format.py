@@ -50,7 +50,7 @@ def check(path: Path, arch: Architecture, lora: LoraConfig) -> None:
     """Reads all of the folder.
 
     Raises:
-        ValueError: it does not hold just the adapters that ``lora`` describes, or not finite ones.
+        ValueError: it holds other adapters than ``lora`` describes, or some are not finite.
     """
     where = f"model.lora.path: {path}"
     for name in (CONFIG, WEIGHTS):

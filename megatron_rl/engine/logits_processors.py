@@ -67,7 +67,7 @@ def truncate_(
     Top-p keeps the fewest of the most likely tokens whose probability, among the top-k, reaches it.
 
     Args:
-        limits: top_k (0: the row stays as it is), top_p, and what will divide the logits.
+        limits: top_k (0: the row stays as it is), top_p, and the temperature to divide by.
         most: no top_k is larger.
     """
     top_k, top_p, temperature = limits.split(1, dim=1)

@@ -178,7 +178,7 @@ def command(kind: str) -> list[str]:
 
 @functools.cache
 def refusal(kind: str) -> str | None:
-    """Why programs cannot run in such a sandbox on this machine, found by running one; else None."""
+    """Why programs cannot run in such a sandbox on this machine, by running one; None: they can."""
     if kind == "bubblewrap" and _bwrap() is None:
         return f"reward.sandbox = bubblewrap: bwrap is not installed; {_REMEDY}"
     ends_at = time.monotonic() + _PROBE_TIMEOUT_S
