@@ -187,11 +187,8 @@ def join_group(
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType
     group._set_default_backend(kind.GLOO)
-    group._register_backend(
-        torch.device("cpu"),
-        kind.GLOO,
-        dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout),
-    )
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
     if torch.cuda.is_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

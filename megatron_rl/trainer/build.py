@@ -251,15 +251,13 @@ def policy_settings(
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     # Of plain sequences: half of its tokens where a micro-batch has each sequence once more.
-    tokens_per_microbatch = (
-        config.batch.tokens_per_microbatch // config.method.sequences_per_response
-    )
+    plain_tokens = config.batch.tokens_per_microbatch // config.method.sequences_per_response
     return PolicySettings(
         temperature=rollout.temperature,
         keep_reference=signals.needs("ref"),
         total_optimizer_steps=num_optimizer_steps(config),
         max_sequence_tokens=longest + signals.extra_tokens,
-        tokens_per_microbatch=tokens_per_microbatch,
+        tokens_per_microbatch=plain_tokens,
         share_prompts=config.batch.share_prompts,
         image_processor=vision,
         read_weights=read_weights,

@@ -180,12 +180,8 @@ class Learner:
             old = update.scores.map(Tensor.cpu)
         of_tokens = token_metrics(experience, old, self.placement.world)
         self.health.check_mismatch(step, of_tokens, skipped=updated.get("optim/skipped", 0) > 0)
-        return {
-            **credit_metrics(experience),
-            **updated,
-            "optim/empty_minibatches": num_empty,
-            **of_tokens,
-        }
+        updated["optim/empty_minibatches"] = num_empty
+        return {**credit_metrics(experience), **updated, **of_tokens}
 
     def _update(self, minibatch: Minibatch, placed: Placed) -> UpdateResult:
         """Collective: one optimizer step; with the old scores where there were none."""

@@ -22,19 +22,15 @@ STORE_S = 3.0  # a store whose machine is gone may never answer
 
 @dataclass
 class FirstFailure:
-    """One per process.
+    """One per process."""
 
-    Attributes:
-        folder: private to this start of the launch on this machine; None where the ranks have none
-            in common. Then, without ``elsewhere``, every rank wins: better twice than not at all.
-        elsewhere: whether this process is the first of all machines, too.
-        size: number of ranks on this machine.
-        lost_elsewhere: the first here, and not the first of all machines.
-    """
-
+    # Private to this start of the launch on this machine; None where the ranks have none in common.
+    # Then, without ``elsewhere``, every rank wins: better twice than not at all.
     folder: Path | None
+    # Whether this process is the first of all machines, too.
     elsewhere: Callable[[], bool] | None = None
-    size: int = 1
+    size: int = 1  # number of ranks on this machine
+    # The first here, and not the first of all machines.
     lost_elsewhere: bool = field(default=False, init=False)
 
     def arrive(self) -> None:
