@@ -114,7 +114,9 @@ class TokenScores:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
         """With ``change`` of each tensor."""
-        columns = {name: change(values) for name, values in self.columns.items()}
+        columns: dict[str, Tensor] = {}
+        for name, values in self.columns.items():
+            columns[name] = change(values)
         return TokenScores(change(self.logprobs), columns)
 
 
