@@ -181,25 +181,23 @@ def right_responses(responses: Responses, gather: Gather) -> list[tuple[Prompt, 
     """Collective: the rows that were sampled and are right, in their order, as demonstrations, each
     with the logprobs and the kept tokens of its sampler."""
     tokens = responses.tokens
-    names = ("token_ids", "sampler_logprobs", "kept", "sampled")
-    views = {name: tokens.views(name) for name in names if name in tokens.columns}
+    names = [name for name in ("token_ids", "sampler_logprobs", "kept") if name in tokens.columns]
+    flags = tokens.views("sampled") if "sampled" in tokens.columns else None
     mine = {}
-    for at, row in enumerate(tokens.rows.tolist()):
+    for at, (row, *columns) in enumerate(
+        zip(tokens.rows.tolist(), *map(tokens.views, names), strict=True)
+    ):
         if responses.scores[row].correct and not responses.is_demonstration[row]:
-            columns = {name: of_rows[at] for name, of_rows in views.items()}
-            spans = _spans(columns.pop("sampled", None))
-            packed = {name: array(one.dtype.char, one.tobytes()) for name, one in columns.items()}
-            mine[row] = Completion(
-                **packed, truncated=False, weight_version=DEMONSTRATED, spans=spans
-            )
+            ids, logprobs, *kept = [array(each.dtype.char, each.tobytes()) for each in columns]
+            spans = () if flags is None else _spans(flags[at])
+            places = kept[0] if kept else None
+            mine[row] = Completion(ids, logprobs, False, DEMONSTRATED, spans, kept=places)
     found = {row: one for of_rank in gather(mine) for row, one in of_rank.items()}
     return [(responses.prompts[row], found[row]) for row in sorted(found)]
 
 
-def _spans(sampled: Bool[np.ndarray, " tokens"] | None) -> tuple[VersionSpan, ...]:
-    """Of a demonstration, parts of which an environment has appended; None: no part."""
-    if sampled is None:
-        return ()
+def _spans(sampled: Bool[np.ndarray, " tokens"]) -> tuple[VersionSpan, ...]:
+    """Of a demonstration, parts of which an environment has appended."""
     ends = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(sampled)]
     return tuple(
         VersionSpan(DEMONSTRATED if sampled[end - 1] else APPENDED, end) for end in ends if end

@@ -4,7 +4,6 @@ once, and the engine's logprobs belong to what the policy will read."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron_rl.rollouts.environments import turns
 from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings, environment_class
 from megatron_rl.rollouts.environments.outcomes import appended, turns_of
 from megatron_rl.rollouts.environments.rendering import MessageRendering, TemplateError
-from megatron_rl.rollouts.environments.turns import Turns, Waiting, turns_of_run
+from megatron_rl.rollouts.environments.turns import Turns, turns_of_run
 from megatron_rl.rollouts.rows.exchange import on_main
 from megatron_rl.rollouts.rows.experience import Responses, experience_of
 from megatron_rl.rollouts.store import saved_score
@@ -398,47 +397,3 @@ def test_turns_of_a_score_are_not_in_its_checkpoint_where_there_is_one_turn() ->
 def test_turns_end_where_something_was_appended() -> None:
     one = Completion((1, 2), (0.0, 0.0), False, 0)
     assert [list(turn) for turn in turns_of(appended(one, (3,)))] == [[1, 2], []]
-
-
-@pytest.mark.usefixtures("registered")
-def test_answers_are_read_again_where_a_step_is_repeated(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Of an environment that says something else each time, as a search engine may."""
-    said = count()
-    monkeypatch.setattr(
-        Turns,
-        "_replies",
-        lambda self, items: [
-            {"problem": "no"}
-            if "bad" in texts[-1]
-            else {"messages": [{"role": "user", "content": f"{next(said)}"}]}
-            for _, _, texts in items
-        ],
-    )
-    monkeypatch.setattr(turns, "WorkerPool", lambda *_, **__: object())
-    end = tokenizer.eos_token_id
-    prompt = Prompt("p1", (5,), "four", "toy")
-
-    def answers(started: Turns, step: int | None, *texts: str) -> list[Any]:
-        for number, text in enumerate(texts):
-            ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
-            whole = Completion(ids, [0.0] * len(ids), False, 0)
-            started.give(Waiting(number, step, prompt, number, whole, 99, 0.0))
-        found: dict[Any, Any] = {}
-        while len(found) < len(texts):
-            found |= dict(started.take())
-        return [list(found[number].tokens) for number in range(len(texts))]
-
-    first, second = (made(tokenizer, f"run_dir={tmp_path}") for _ in range(2))
-    whole = answers(first, 3, "5", "6")
-    assert whole[0] != whole[1]
-    assert answers(first, 3, "5", "6", "bad") == [*whole, []], "a server has died meanwhile"
-    (file,) = (tmp_path / "environment").iterdir()
-    file.write_bytes(file.read_bytes()[:-9])  # it was killed as it wrote
-    again = answers(second, 3, "5", "6")
-    assert again[0] == whole[0] and again[1] != whole[1]
-    assert answers(second, 4, "5", "6") != whole and answers(second, None, "5", "6") != whole
-    assert len(list((tmp_path / "environment").iterdir())) == 3
-    answers(second, 4 + 60, "5")
-    assert {path.name[:11] for path in (tmp_path / "environment").iterdir()} == {"step_000064"}
