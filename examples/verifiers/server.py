@@ -30,7 +30,6 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
 from verifiers.v1.serve import serve_env
-from verifiers.v1.utils.logging import setup_logging
 
 __all__ = ["ChatLoop"]  # as the library finds a harness by the name of its module
 
@@ -106,13 +105,13 @@ def config_of(words: list[str]) -> EvalConfig:
 
 def tasks(config: EvalConfig) -> None:
     for task in load_taskset(config.env.taskset).select(config.select):
-        data = task.data.model_dump(mode="json")
-        print(json.dumps({"data": data, "answer": str(data.get("answer"))}))
+        data = task.data.model_dump(mode="json", exclude_defaults=True)
+        print(json.dumps({"data": data, "answer": str(data.get("answer", ""))}))
 
 
 def serve(address: str, config: EvalConfig) -> None:
-    setup_logging("WARNING")
     eval_client.build_async_httpx = lambda _: connections()
+    print(f"{address}: {config.env.taskset.id}", flush=True)
     serve_env(max_workers=1, address=address, config=config.env)
 
 
