@@ -106,6 +106,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "folder with wheels of the extra `gpu` (vllm-0.32.0-*.whl), as pip download leaves them"
     )
     parser.addoption("--cuda-wheels", metavar="FOLDER", help=wheels)
+    library = "Python of an environment with verifiers 0.4.0, for tests of its environments"
+    parser.addoption("--verifiers-python", metavar="PYTHON", help=library)
     image = "build Dockerfile.ngc on a stand-in for its base: root, buildah, debootstrap, some GB"
     parser.addoption("--build-image", action="store_true", help=image)
 

@@ -3,24 +3,33 @@
     python server.py tasks TASKSET [words of vf-eval] > tasks.jsonl
     python server.py serve ADDRESS TASKSET [words of vf-eval]
 
-``tasks`` writes what ``tools/record_agent.py`` reads. ``serve`` runs rollouts for ``agent.py``, over
+``tasks`` writes what ``tools/record_agent.py`` reads. ``serve`` plays tasks for ``agent.py``, over
 the library's protocol, until it is ended: to import the library takes seconds, too many for each
-response. An agent of the environment for which the words name no harness gets ``ChatLoop`` (in
-place of a shell in a sandbox), and one without a runtime works on this machine.
+response. An agent of the environment for which nothing names a harness, or ``null``, gets
+``ChatLoop`` (the library has a shell in a sandbox), and one without a runtime this machine.
 """
 
+import asyncio
 import functools
 import json
+import signal
 import sys
 from argparse import Namespace
 from contextlib import AsyncExitStack
 from types import ModuleType
 
 import httpx
+import zmq
 from openai import AsyncOpenAI
 from pydantic_config import cli
-from verifiers.v1 import EvalClientConfig, Harness, ProgramResult, SubprocessConfig
-from verifiers.v1 import default_harness_id, harness_config_type, load_taskset
+from verifiers.v1 import (
+    EvalClientConfig,
+    ProgramResult,
+    SubprocessConfig,
+    default_harness_id,
+    harness_config_type,
+    load_taskset,
+)
 from verifiers.v1.cli.resolve import narrow_config, plugin_errors, with_positional_taskset
 from verifiers.v1.clients import eval as eval_client
 from verifiers.v1.clients.base import build_async_httpx
@@ -29,7 +38,7 @@ from verifiers.v1.configs.cli.eval import EvalConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
-from verifiers.v1.serve import serve_env
+from verifiers.v1.serve import EnvServer
 
 __all__ = ["ChatLoop"]  # as the library finds a harness by the name of its module
 
@@ -81,7 +90,7 @@ class ChatLoop(NullHarness):
                 tools, *dispatch = await program.connect_mcp({"mcpServers": servers}, stack)
                 compactor = program.Compactor(client, ctx.model, tools, False, None)
                 await program.run_chat_loop(words, compactor, messages, *dispatch, http)
-        except (Exception, SystemExit) as error:  # as the exit status of the program
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as the program would end
             return ProgramResult(1, "", f"{type(error).__name__}: {error}")
         return ProgramResult(0, "", "")
 
@@ -104,15 +113,30 @@ def config_of(words: list[str]) -> EvalConfig:
 
 
 def tasks(config: EvalConfig) -> None:
-    for task in load_taskset(config.env.taskset).select(config.select):
+    chosen = load_taskset(config.env.taskset).select(config.select)
+    if not chosen.bounded:
+        sys.exit(f"{config.env.taskset.id} has no end; add -n N, for the first N tasks")
+    for task in chosen:
         data = task.data.model_dump(mode="json", exclude_defaults=True)
         print(json.dumps({"data": data, "answer": str(data.get("answer", ""))}))
 
 
-def serve(address: str, config: EvalConfig) -> None:
+async def serve(address: str, config: EvalConfig) -> None:
     eval_client.build_async_httpx = lambda _: connections()
-    print(f"{address}: {config.env.taskset.id}", flush=True)
-    serve_env(max_workers=1, address=address, config=config.env)
+    try:
+        server = EnvServer(config.env, address)
+    except zmq.ZMQError as error:
+        sys.exit(f"{address}: {error}")
+    start = server.env.start
+
+    async def last_to_start() -> None:
+        await start()
+        print(f"{address}: {config.env.taskset.id}", flush=True)
+
+    server.env.start = last_to_start
+    end = asyncio.current_task().cancel
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+    await server.run()
 
 
 if __name__ == "__main__":
@@ -120,6 +144,6 @@ if __name__ == "__main__":
         case ["tasks", *words] if words:
             tasks(config_of(words))
         case ["serve", address, *words] if words:
-            serve(address, config_of(words))
+            asyncio.run(serve(address, config_of(words)))
         case _:
             sys.exit(__doc__)
