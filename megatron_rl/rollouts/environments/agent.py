@@ -14,6 +14,7 @@ import json
 import math
 import os
 import queue
+import secrets
 import shlex
 import subprocess
 import tempfile
@@ -58,7 +59,7 @@ class AgentProcess:
         self.requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.answers: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()  # None: no more
         self.is_asking = asyncio.Lock()
-        key = f"agent-{id(self):x}"
+        key = secrets.token_hex(8)  # a request that outlives its program reaches no other one
         _AGENTS[key] = self
         self._loop, port = _server()
         address = f"http://127.0.0.1:{port}/{key}/v1"

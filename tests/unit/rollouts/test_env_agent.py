@@ -16,7 +16,7 @@ import pytest
 
 from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.workers.pool import WorkerPool
-from megatron_rl.rollouts.environments.agent import answer_of
+from megatron_rl.rollouts.environments.agent import AgentProcess, answer_of
 from megatron_rl.rollouts.environments.base import EnvironmentSettings
 from megatron_rl.rollouts.environments.turns import turns_of_run
 from megatron_rl.rollouts.environments.worker import EpisodeSetup
@@ -200,3 +200,15 @@ def test_a_call_that_cannot_be_read_stays_text() -> None:
     assert answer_of(good + call("{"), 0)["content"] == good + call("{")
     (made,) = answer_of(good, 2)["tool_calls"]
     assert (made["id"], json.loads(made["function"]["arguments"])) == ("call_2_0", {"x": 1})
+
+
+def test_an_address_is_never_used_again() -> None:
+    """A program may have others ask for it, which ask on when it is killed."""
+    words = "import os; print(os.environ['OPENAI_BASE_URL'])"
+    found = []
+    for _ in range(8):
+        agent = AgentProcess(f'{sys.executable} -c "{words}"', {}, seed=0)
+        assert agent.asked(30.0) is None
+        found.append(agent.ending()[1])
+        del agent
+    assert len({*found}) == 8, found
