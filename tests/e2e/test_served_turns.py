@@ -40,7 +40,8 @@ def test_turns_are_those_of_the_colocated_engine_and_the_same_whoever_serves(fol
     assert steps == steps_of(folder / "several_colocated", *more, *colocated)
     assert all(row["environment/turns"] > 1.1 for row in steps)
     hooks = ("rollout_hooks.vcrl.kappa=0.2", "rollout_hooks.dars.schedule=hw")
-    for name, sampled in {"cut": (*ANNEALED, *TRUNCATED), "hooks": hooks}.items():
+    others = {"cut": (*ANNEALED, *TRUNCATED), "hooks": hooks, "stop": ("rollout.stop=[h]",)}
+    for name, sampled in others.items():
         register(0, folder / f"{name}_servers")
         served = steps_of(folder / f"{name}_servers", *more, *sampled, "source.staleness=0")
         assert served == steps_of(folder / f"{name}_colocated", *more, *sampled, *colocated)

@@ -130,7 +130,8 @@ def servers(folder) -> Iterator[list[Served]]:
                 (home / FOLDER / SECRET).write_text("known to these servers\n")
             command = [sys.executable, "-m", "megatron_rl.serve", "--lease-s", "60"]
             # No other tests sample so.
-            command += overrides(folder, home, *ON_SERVERS, *ANNEALED, *TRUNCATED)
+            sampled = (*ANNEALED, *TRUNCATED, "rollout.stop=[h]")
+            command += overrides(folder, home, *ON_SERVERS, *sampled)
             log = folder / f"server{number}.log"
             with log.open("w") as output:
                 to_log = {"stdout": output, "stderr": output}

@@ -22,7 +22,7 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.environments.turns import ENDS
-from tests.e2e.toy import LETTERS, overrides, rows, timeless, without
+from tests.e2e.toy import LETTERS, VOCAB, overrides, rows, timeless, without
 from tests.e2e.turns import AGENT, BOUND, SETTINGS, words_of_turns, write_turns
 from tests.launch import REPO, end, launch, torchrun
 
@@ -132,6 +132,33 @@ def test_other_ways_of_sampling_agree_over_turns(
             assert row["hook/dars/hard_groups"] + row["hook/vcrl/refused_groups"] > 0
         else:
             assert row["environment/ended_by/problem"] < 1
+
+
+@full
+def test_a_stop_text_ends_a_turn(place: Path) -> None:
+    """The end of its message is appended behind it, and nothing else is other than at an end that
+    was sampled."""
+    more = ("trainer.num_steps=3", "rollout.stop=[h,ab]", "nonfinite.bundle_step=1")
+    run_dir = train(place, "stop", *more)
+    for row in [row for row in rows(run_dir) if row["step"]]:
+        assert row["mismatch/logprob_abs_diff_max"] <= BOUND and row["environment/turns"] > 2
+    (file,) = (run_dir / "nonfinite" / "step_000001").rglob("batch.safetensors")
+    tensors = load_file(file)
+    check_by_transformers(place / "model", tensors)
+    stops = []
+    end = VOCAB.index("<eos>")
+    by_row = tensors["response_lengths"].tolist()
+    lengths = (tensors["prompt_lengths"] + tensors["response_lengths"]).tolist()
+    wholes = tensors["token_ids"].split(lengths)
+    for whole, flags in zip(wholes, tensors["sampled"].split(by_row), strict=True):
+        ids, flags = whole[-len(flags) :].tolist(), flags.tolist()
+        for at in range(1, len(ids)):
+            if flags[at - 1] and not flags[at]:
+                assert (ids[at - 1] == end) != (ids[at] == end), "one end in every turn"
+                text = "".join(VOCAB[token] for token in ids[:at])
+                stops += [text[-1]] * (ids[at] == end)
+                assert ids[at] != end or text.endswith(("h", "ab"))
+    assert {"h", "b"} == set(stops) and len(stops) > 10
 
 
 @full

@@ -20,8 +20,6 @@ def source_problems(config: Config) -> Iterator[str]:
             why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
     yield from _unread(config.env)
-    if config.env.has_turns:
-        yield from _with_turns(config)
     if config.rollout.anneal.schedule is not None:
         yield from _with_annealing(config)
     if config.source.is_partial:
@@ -43,20 +41,6 @@ def _unread(env: EnvironmentConfig) -> Iterator[str]:
             yield (
                 f"env.{key} = {getattr(env, key)}: is not read with env.name = {env.name}; leave it"
                 f" out, or set env to one of {readers}"
-            )
-
-
-def _with_turns(config: Config) -> Iterator[str]:
-    """What is not built for responses of several turns."""
-    rollout = config.rollout
-    others = {
-        f"rollout.stop = {[*rollout.stop]}": (bool(rollout.stop), "rollout.stop=[]"),
-    }
-    for key, (is_on, remedy) in others.items():
-        if is_on:
-            yield (
-                f"env.name = {config.env.name}: several turns are not built for {key}; set"
-                f" {remedy}, or env=single"
             )
 
 

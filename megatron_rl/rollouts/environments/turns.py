@@ -13,6 +13,7 @@ from transformers.utils import get_json_schema
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.model_config import read_json
 from megatron_rl.config.schema import Config
+from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.errors import concerning
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.build import as_task
@@ -75,6 +76,7 @@ class Turns:
         self.has_tools = has_tools
         roles = ("tool",) if has_tools else ("user",)
         self._rendering = MessageRendering(tokenizer, roles, config.model.path)
+        self._other_ends = eos_token_ids(Path(config.model.path))
         self._tokenizer = tokenizer
         self._on_problem = config.reward.on_problem
         self._seed = config.seed
@@ -89,10 +91,12 @@ class Turns:
         self._recorded = RecordedAnswers(Path(config.run_dir) / FOLDER, num_steps)
 
     def asks(self, whole: Completion) -> bool:
-        """Whether the environment is to be asked: the model has ended its message."""
+        """Whether the environment is to be asked: the model has ended its message, or a text of
+        ``rollout.stop`` has, behind any token."""
         ids = whole.token_ids
-        is_sampled = bool(ids) and whole.spans[-1].version != APPENDED
-        return is_sampled and not whole.truncated and ids[-1] == self._rendering.end_token_id
+        if not ids or whole.truncated or whole.spans[-1].version == APPENDED:
+            return False
+        return ids[-1] == self._rendering.end_token_id or ids[-1] not in self._other_ends
 
     def give(self, waiting: Waiting) -> None:
         if self._pool is None:
@@ -122,7 +126,7 @@ class Turns:
         self._thread = BatchThread(self._outcomes, "turns", wake=wake)
 
     def ended(self, whole: Completion) -> Outcome:
-        """Of a response that its engine has ended without the end of a message."""
+        """Of a response that is cut, or has ended with a token that ends no message."""
         return self._over(whole, "tokens" if whole.truncated else "stop")
 
     def _outcomes(self, waiting: list[Waiting]) -> list[tuple[Hashable, Outcome]]:
@@ -165,6 +169,8 @@ class Turns:
         if "done" in reply:
             return self._over(whole, "done", _score(reply["done"]))
         tokens = self._rendering.tokens(reply["messages"])
+        if whole.token_ids[-1] != self._rendering.end_token_id:  # a text of rollout.stop
+            tokens.insert(0, self._rendering.end_token_id)
         if len(turns_of(whole)) >= self.config.max_turns:
             return self._over(whole, "turns")
         # One more at least is to be sampled behind them.

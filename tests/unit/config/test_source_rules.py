@@ -89,7 +89,6 @@ def test_what_goes_together(overrides):
             "env.name = tools: several turns are not built for source.partial.groups_in_flight",
         ),
         ([*TURNS, *REPLAYED], "not built for rollout.router_replay = rollout"),
-        ([*TURNS, "rollout.stop=[x]"], "not built for rollout.stop = ['x']"),
         ([*TRUNCATED, *FREE, *CORRECTED], "with source.schedule = free responses come without"),
         ([*TRUNCATED, *PARTIAL, *CORRECTED], "with source.partial.groups_in_flight responses come"),
         (["source.staleness=1"], "colocated engines always sample with the newest"),

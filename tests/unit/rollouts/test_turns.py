@@ -3,6 +3,7 @@ once, and the engine's logprobs belong to what the policy will read."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ SCRIPT = {  # what the model says in each turn, by the number of the response
     3: ("5", "6", "7", "8"),
     4: ("5", "so long " * 10),
 }
+STOPS = (";", "#")  # with which a turn ends, without the end of a message
 CONTENT = "{{ m['content'] }}"
 NUMBERED = f"{{{{ loop.index if m['role'] == 'tool' }}}}{CONTENT}"
 PLUGIN = REPO / "examples/plugins/second_try.py"
@@ -75,7 +77,8 @@ class Talking(Answering):
             # A turn of the model, then one of the user: two ends for each that is over.
             turn = read.count(end) // 2
             text = SCRIPT[number][turn]
-            said = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], end]
+            said = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            said += [end] * (text[-1] not in STOPS)
             room = sampling.max_response_tokens - len(read)
             is_cut = len(said) > room
             said = said[:room]
@@ -194,6 +197,33 @@ def test_three_turns_token_for_token(tokenizer: PreTrainedTokenizerFast) -> None
     ]
     assert ends == ["ended_by/done"] * 4 + ["ended_by/tokens"]
     assert responses.truncated.tolist() == [False] * 4 + [True]
+
+
+@pytest.mark.usefixtures("registered", "in_this_process")
+def test_a_text_of_rollout_stop_ends_a_turn(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the message is appended, as its template has it; an end token of the model that
+    ends no message ends the response."""
+    monkeypatch.setitem(SCRIPT, 1, ("5;", "four"))
+    monkeypatch.setitem(SCRIPT, 2, ("5", "6;", "four"))
+    monkeypatch.setitem(SCRIPT, 3, ("5", "6#"))
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("#")]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    more = ("rollout.stop=[';']", f"model.path={tmp_path}")
+    responses, _ = sampled(tokenizer, *more)
+    assert problems(responses) == []
+    everything = on_main(responses, range(5), tokenizer.decode, WORLD)
+    assert everything is not None
+    first, second = "<user>Wrong. 2 left.@<assistant>", "<user>Wrong. 1 left.@<assistant>"
+    texts = [f"5;@{first}four@", f"5@{first}6;@{second}four@", f"5@{first}6#"]
+    assert [one.text for one in everything[1:4]] == texts
+    flags = responses.tokens.views("sampled")[1].tolist()
+    assert flags == [True] * 2 + [False] * 33 + [True] * 5
+    assert [score.reward for score in responses.scores[1:4]] == pytest.approx([1 / 2, 1 / 3, 0])
+    found = [score.environment for score in responses.scores[1:4]]
+    assert [one["ended_by/done"] for one in found] == [1, 1, 0] and found[2]["ended_by/stop"] == 1
+    assert not responses.truncated[1:4].any()
 
 
 def shifted(completion: Completion, tokens: Sequence[int]) -> Completion:
