@@ -39,6 +39,7 @@ from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.environments.outcomes import Outcome, appended, last_turn
 from megatron_rl.rollouts.environments.turns import Turns, Waiting, needs_reward, turns_of_run
+from megatron_rl.rollouts.sampling import stop_token_ids
 from megatron_rl.rollouts.store import joined
 from megatron_rl.run.start import values_of_run
 from megatron_rl.types import Completion, Prompt, Score
@@ -112,8 +113,9 @@ def continued(
         **seen,
     )
     new = made[0, asked.shape[1] :].tolist()
+    is_cut = new[-1] not in stop_token_ids(model.generation_config.eos_token_id)
     # Nothing reads the logprobs.
-    return joined(so_far, Completion(new, [0.0] * len(new), False, 0))
+    return joined(so_far, Completion(new, [0.0] * len(new), is_cut, 0))
 
 
 def answered(turns: Turns, waiting: Waiting) -> Outcome:

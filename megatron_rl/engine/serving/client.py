@@ -129,7 +129,8 @@ class ServerClient:
         body = self._request(prompt, sampling, response, so_far)
         answer: _Generated = await self._post(body, _Generated, what)
         if prompt.images:
-            check_expansion(prompt.token_ids, answer.prompt_token_ids or (), what)
+            asked = (*prompt.token_ids, *so_far)
+            check_expansion(asked, answer.prompt_token_ids or (), what)
         (choice,) = answer.choices
         if choice.finish_reason not in _ENDS:
             raise RequestFailedError(
@@ -191,7 +192,8 @@ class ServerClient:
         if extra is not None:
             values["extra_args"] = extra
         what = f"prompt {prompt.uid}"
-        asked = served_request((*prompt.token_ids, *so_far), prompt.images, self._multimodal, what)
+        asked = served_request(prompt.token_ids, prompt.images, self._multimodal, what)
+        asked["token_ids"] += so_far  # an image token that was sampled is none of an image
         return {**asked, "sampling_params": values}
 
     async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:

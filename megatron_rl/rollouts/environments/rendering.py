@@ -11,11 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.data.multimodal.vision import sees
 from megatron_rl.errors import first_line
 from megatron_rl.rollouts.environments.base import Message
 
 _MARK = "mark-of-the-answer"
 _RESULT = "a result"
+_SHOWN = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "words"}]}
 
 
 class TemplateError(ValueError):
@@ -30,7 +32,7 @@ class MessageRendering:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], path: str) -> None:
-        """``roles``: of the messages that will be rendered; ``path``: of the model, for messages.
+        """``roles``: of the messages that will be rendered; ``path``: of the model.
 
         Raises:
             TemplateError: there is no template, or what it makes of such a message depends on the
@@ -48,6 +50,7 @@ class MessageRendering:
         added = tokenizer.added_tokens_decoder.values()
         control = {*tokenizer.all_special_tokens, *(each.content for each in added if each.special)}
         self._control = sorted(token for token in control if token)
+        self._seen = [[_SHOWN]] if sees(path) else []  # conversations
         self._checked: set[str] = set()
         for role in roles:
             self._check(role)
@@ -97,7 +100,8 @@ class MessageRendering:
         one = {"role": role, "content": _RESULT, "name": "tool"}
         several = [one] if role == "user" else [one, {**one, "content": "another"}]
         for messages in ([one], several):
-            first, *others = (self._behind(start, messages) for start in _starts(role))
+            starts = [*_starts(role), *self._seen]
+            first, *others = (self._behind(start, messages) for start in starts)
             for other in others:
                 if first != other or _RESULT not in first:
                     raise TemplateError(

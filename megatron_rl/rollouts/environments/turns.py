@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.config.model_config import read_json
 from megatron_rl.config.schema import Config
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.errors import concerning
@@ -265,12 +264,6 @@ def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | 
             f"env.name = {env.name}: with data.apply_chat_template = false no message has an end;"
             " set it to true, or env=single"
         )
-    file = Path(config.model.path) / "config.json"
-    if file.is_file() and "vision_config" in read_json(file):
-        raise ValueError(
-            f"env.name = {env.name}: model.path = {config.model.path} is a vision-language model,"
-            " for which several turns are not built; give a model of text, or set env=single"
-        )
     environment = environment_class(env.name)
     problem = environment.refusal(settings)
     if problem is not None:
@@ -288,6 +281,11 @@ def needs_reward(turns: Turns | None) -> bool:
 
 def _show_tools(tokenizer: PreTrainedTokenizerBase, functions: Sequence[Any]) -> None:
     """``functions``: as of ``Environment.functions``."""
+    if "tools" not in str(tokenizer.chat_template):
+        logger.warning(
+            "env.tools: the chat template of the model shows no tools (as that of Qwen2.5-VL);"
+            " describe them in data.system_prompt, or give the model a template that shows them"
+        )
     schemas: list[Any] = []
     for function in functions:
         remedy = "give its arguments type hints, and a docstring with a line for each below Args:"
