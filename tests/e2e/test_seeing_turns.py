@@ -3,6 +3,7 @@ sampled token, whose positions go on behind the grid of an image."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.types import Image, Prompt
-from tests.e2e.test_vision import REWARD
+from tests.e2e.test_vision import REWARD, serving
 from tests.e2e.toy import overrides, rows
 from tests.e2e.turns import BOUND, PLUGIN, SETTINGS
 from tests.launch import launch
@@ -79,6 +80,30 @@ def test_sampler_and_policy_agree_over_turns_about_images(
         assert row["environment/turns"] > 3
     bundle = run_dir / "nonfinite" / "step_000001"
     check_by_transformers(tmp_path / "model", bundle)
+
+
+def test_a_server_continues_turns_as_the_engine_in_the_process(tmp_path: Path) -> None:
+    """Bit for bit, also behind tokens of images that were sampled, which are none."""
+    write(tmp_path, "qwen2_5_vl")
+    found = []
+    for source in ("servers", "colocated"):
+        more = ("rollout.tensor=1", f"source={source}", "weight_sync.logprob_check_tolerance=1e-4")
+        told = words(tmp_path, tmp_path / source, "nonfinite.bundle_step=1", *more)
+        with serving(tmp_path, told) if source == "servers" else contextlib.nullcontext():
+            launch("megatron_rl.train", 2, told, 400)
+        (file,) = (tmp_path / source / "nonfinite" / "step_000001").rglob("batch.safetensors")
+        found.append((load_file(file), rows(tmp_path / source)[1:]))
+    (served, of_server), (own, of_engine) = found
+    assert served.keys() == own.keys()
+    assert all(torch.equal(served[name], own[name]) for name in own)
+    names = ("loss/total", "optim/grad_norm", "environment/turns", "mismatch/logprob_abs_diff_max")
+    assert [[row[name] for name in names] for row in of_server] == [
+        [row[name] for name in names] for row in of_engine
+    ]
+    pad = VisionProcessor(tmp_path / "model").image_token_id
+    lengths = (own["prompt_lengths"] + own["response_lengths"]).tolist()
+    parts = zip(own["token_ids"].split(lengths), own["response_lengths"].tolist(), strict=True)
+    assert any((whole[-length:] == pad).any() for whole, length in parts)
 
 
 def ignoring_images(first: int) -> Any:

@@ -46,6 +46,10 @@ SCRIPT = {  # what the model says in each turn, by the number of the response
 STOPS = (";", "#")  # with which a turn ends, without the end of a message
 CONTENT = "{{ m['content'] }}"
 NUMBERED = f"{{{{ loop.index if m['role'] == 'tool' }}}}{CONTENT}"
+PARTS = (
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{{ '[image]' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+)
 PLUGIN = REPO / "examples/plugins/second_try.py"
 SETTINGS = EnvironmentSettings("second_try", (), 1.0, 1 << 30, 2000, "bubblewrap")
 
@@ -397,11 +401,9 @@ def test_what_is_wrong_is_found_before_prompts_are_read(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     assert turns_of_run(config(), tokenizer) is None
-    (tmp_path / "config.json").write_text('{"vision_config": {}}')
     for more, words in {
         "env.name=second_tri": "no such environment.*second_try",
         "data.apply_chat_template=false": "data.apply_chat_template = false",
-        f"model.path={tmp_path}": "vision-language model",
     }.items():
         with pytest.raises(ValueError, match=words):
             turns_of_run(settings(more), tokenizer)
@@ -410,12 +412,31 @@ def test_what_is_wrong_is_found_before_prompts_are_read(
         turns_of_run(config("env=tools", f"env.tools=[{tmp_path}/no_hints.py:plain]"), tokenizer)
 
 
-def test_the_model_is_shown_its_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_goes_on_otherwise_behind_an_image_is_refused(tmp_path: Path) -> None:
+    """As one that says again that there is one; those of Qwen-VL will do."""
+    sees = TEMPLATE.replace(CONTENT, PARTS)
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    found = MessageRendering(character_tokenizer(sees), ("user", "tool"), str(tmp_path))
+    messages = [{"role": "user", "content": "42"}]
+    assert found.tokens(messages) == rendering(TEMPLATE).tokens(messages)
+    again = "{{ 'seen: ' if m['role'] == 'user' and messages[0]['content'] is not string }}"
+    template = sees.replace("{% if m", again + "{% if m")
+    rendering(template, "user")  # of a model of text
+    with pytest.raises(TemplateError, match="role user depends on the turns before"):
+        MessageRendering(character_tokenizer(template), ("user",), str(tmp_path))
+
+
+def test_the_model_is_shown_its_tools(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert turns_of_run(config("env=tools"), character_tokenizer(TEMPLATE)) is not None
+    assert "shows no tools" in caplog.text
+    caplog.clear()
     shows = "{% for t in tools %}[{{ t.function.name }}: {{ t.function.parameters.required }}]"
     tokenizer.chat_template = shows + "{% endfor %}" + TEMPLATE
     assert turns_of_run(config("env=tools"), tokenizer) is not None
     text = tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
-    assert text == "[calculator: ['expression']]<user>1@"
+    assert text == "[calculator: ['expression']]<user>1@" and not caplog.text
 
 
 def test_turns_of_a_score_are_not_in_its_checkpoint_where_there_is_one_turn() -> None:
