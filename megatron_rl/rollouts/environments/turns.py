@@ -75,7 +75,8 @@ class Turns:
         self.has_tools = has_tools
         roles = ("tool",) if has_tools else ("user",)
         self._rendering = MessageRendering(tokenizer, roles, config.model.path)
-        self._other_ends = eos_token_ids(Path(config.model.path))
+        # Of responses. None: no text ends a turn, and partial rollouts may pause behind any token.
+        self._ends = eos_token_ids(Path(config.model.path)) if config.rollout.stop else None
         self._tokenizer = tokenizer
         self._on_problem = config.reward.on_problem
         self._seed = config.seed
@@ -95,7 +96,9 @@ class Turns:
         ids = whole.token_ids
         if not ids or whole.truncated or whole.spans[-1].version == APPENDED:
             return False
-        return ids[-1] == self._rendering.end_token_id or ids[-1] not in self._other_ends
+        if ids[-1] == self._rendering.end_token_id:
+            return True
+        return self._ends is not None and ids[-1] not in self._ends
 
     def give(self, waiting: Waiting) -> None:
         if self._pool is None:

@@ -90,6 +90,7 @@ class Conversing(Turns):
 
     def __init__(self) -> None:
         self._rendering: Any = SimpleNamespace(end_token_id=END)
+        self._ends = None
         self._spent_s = 0.0
         self._thread = BatchThread(self._outcomes, "turns")
 
