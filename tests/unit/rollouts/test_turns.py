@@ -230,6 +230,14 @@ def test_a_text_of_rollout_stop_ends_a_turn(
     assert not responses.truncated[1:4].any()
 
 
+@pytest.mark.usefixtures("registered")
+def test_a_pause_within_a_turn_ends_none(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As of a partial rollout, which has no rollout.stop."""
+    paused = Completion((5, 6), (0.0, 0.0), False, 3)
+    assert not made(tokenizer).asks(paused)
+    assert made(tokenizer, "rollout.stop=[';']").asks(paused)
+
+
 def shifted(completion: Completion, tokens: Sequence[int]) -> Completion:
     """Planted: the last token that was sampled counts as appended, the last appended as sampled."""
     whole = appended(completion, tokens)
