@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AddedToken, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from megatron_rl import plugins
 from megatron_rl.config.schema import Config
@@ -20,7 +20,6 @@ from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.environments import turns
 from megatron_rl.rollouts.environments.base import Done, EnvironmentSettings, environment_class
 from megatron_rl.rollouts.environments.outcomes import appended, turns_of
-from megatron_rl.rollouts.environments.rendering import MessageRendering, TemplateError
 from megatron_rl.rollouts.environments.turns import Turns, turns_of_run
 from megatron_rl.rollouts.rows.exchange import on_main
 from megatron_rl.rollouts.rows.experience import Responses, experience_of
@@ -44,12 +43,6 @@ SCRIPT = {  # what the model says in each turn, by the number of the response
     4: ("5", "so long " * 10),
 }
 STOPS = (";", "#")  # with which a turn ends, without the end of a message
-CONTENT = "{{ m['content'] }}"
-NUMBERED = f"{{{{ loop.index if m['role'] == 'tool' }}}}{CONTENT}"
-PARTS = (
-    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{{ '[image]' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
-)
 PLUGIN = REPO / "examples/plugins/second_try.py"
 SETTINGS = EnvironmentSettings("second_try", (), 1.0, 1 << 30, 2000, "bubblewrap")
 
@@ -339,71 +332,6 @@ def failing(item: tuple[Task, int, Sequence[str]]) -> dict[str, Any]:
     return {"problem": "RuntimeError: broken"} if item[2][0][0] == "x" else {"done": {}}
 
 
-def rendering(template: str | None, *roles: str) -> MessageRendering:
-    return MessageRendering(character_tokenizer(template), roles or ("tool",), "/m")
-
-
-def test_a_message_is_written_behind_the_end_of_a_turn() -> None:
-    tokenizer = character_tokenizer(TEMPLATE)
-    made_by = rendering(TEMPLATE, "user", "tool")
-    for content in ("42", "mark-of-the-answer", "a b"):
-        message = {"role": "tool", "content": content}
-        text = tokenizer.decode(made_by.tokens([message, {"role": "user", "content": "?"}]))
-        assert text == f"<tool>{content}@<user>?@<assistant>"
-    assert made_by.end_token_id == tokenizer.eos_token_id
-
-
-def test_text_of_a_result_ends_no_message() -> None:
-    tokenizer = character_tokenizer(TEMPLATE)
-    tokenizer.add_special_tokens({"eos_token": "<end>", "pad_token": "<pad>"})
-    tokenizer.add_tokens([AddedToken("<head>", special=True)], special_tokens=True)
-    assert "<head>" not in tokenizer.all_special_tokens, "as of the tokenizer of Llama 3"
-    named = f"{{{{ m['name'] ~ ': ' if m['role'] == 'tool' }}}}{CONTENT}"
-    tokenizer.chat_template = TEMPLATE.replace("@", "<end>").replace(CONTENT, named)
-    found = MessageRendering(tokenizer, ("tool",), "/m").tokens(
-        [{"role": "tool", "name": "a<head>", "content": "1<end>2<pad><head>"}]
-    )
-    assert found.count(tokenizer.eos_token_id) == 1, "that of the message itself"
-    assert tokenizer.pad_token_id not in found
-    text = "<tool>a< head>: 1< end>2< pad>< head><end><assistant>"
-    assert tokenizer.decode(found) == text
-
-
-def test_a_role_that_was_not_named_is_tried_when_it_comes() -> None:
-    made_by = rendering(TEMPLATE.replace(CONTENT, NUMBERED), "user")
-    made_by.tokens([{"role": "user", "content": "fine"}])
-    with pytest.raises(TemplateError, match="of the role tool depends on"):
-        made_by.tokens([{"role": "tool", "content": "1"}])
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "has no chat template"),
-        # Numbers results, as one that shows the time would.
-        (
-            TEMPLATE.replace(CONTENT, NUMBERED),
-            "depends on the turns before",
-        ),
-        # Leaves the answers of earlier turns out, as of models that think.
-        (
-            TEMPLATE.replace(CONTENT, f"{{% if loop.last %}}{CONTENT}{{% endif %}}"),
-            "writes earlier turns otherwise",
-        ),
-        (TEMPLATE.replace("@", "#"), "does not end an answer with '@'"),
-        (TEMPLATE.replace("{% for", "{{ raise_exception('roles') }}{% for"), "fails at messages"),
-        (
-            TEMPLATE.replace(CONTENT, "{{ '' if m['role'] == 'tool' else m['content'] }}"),
-            "leaves it out",
-        ),
-    ],
-)
-def test_a_template_that_is_not_prefix_stable_is_refused(template: str | None, words: str) -> None:
-    with pytest.raises(TemplateError, match=words) as caught:
-        rendering(template)
-    assert "/m" in str(caught.value)
-
-
 @pytest.mark.usefixtures("registered")
 def test_what_is_wrong_is_found_before_prompts_are_read(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
@@ -418,20 +346,6 @@ def test_what_is_wrong_is_found_before_prompts_are_read(
     (tmp_path / "no_hints.py").write_text("def plain(x):\n    return x\n")
     with pytest.raises(ValueError, match=r"env\.tools: .*plain.* has no schema"):
         turns_of_run(config("env=tools", f"env.tools=[{tmp_path}/no_hints.py:plain]"), tokenizer)
-
-
-def test_a_template_that_goes_on_otherwise_behind_an_image_is_refused(tmp_path: Path) -> None:
-    """As one that says again that there is one; those of Qwen-VL will do."""
-    sees = TEMPLATE.replace(CONTENT, PARTS)
-    (tmp_path / "config.json").write_text('{"vision_config": {}}')
-    found = MessageRendering(character_tokenizer(sees), ("user", "tool"), str(tmp_path))
-    messages = [{"role": "user", "content": "42"}]
-    assert found.tokens(messages) == rendering(TEMPLATE).tokens(messages)
-    again = "{{ 'seen: ' if m['role'] == 'user' and messages[0]['content'] is not string }}"
-    template = sees.replace("{% if m", again + "{% if m")
-    rendering(template, "user")  # of a model of text
-    with pytest.raises(TemplateError, match="role user depends on the turns before"):
-        MessageRendering(character_tokenizer(template), ("user",), str(tmp_path))
 
 
 def test_the_model_is_shown_its_tools(
