@@ -11,6 +11,7 @@ class EnvironmentConfig(Piece):
     servers: tuple[str, ...]
     corpus: str | None
     agent: str | None
+    tool_parser: str | None
     max_turns: PositiveInt
     max_seconds: PositiveFloat | None
     max_message_characters: PositiveInt

@@ -7,8 +7,12 @@ from megatron_rl.config.schema import Config
 from megatron_rl.hooks import ROLLOUT_HOOKS
 
 # The keys of env that one environment and no other reads; a plug-in may read any.
-_READ = {"single": (), "tools": ("tools", "corpus", "servers"), "agent": ("tools", "agent")}
-_OF_ONE = ("tools", "corpus", "servers", "agent")
+_READ = {
+    "single": (),
+    "tools": ("tools", "corpus", "servers", "tool_parser"),
+    "agent": ("tools", "agent", "tool_parser"),
+}
+_OF_ONE = ("tools", "corpus", "servers", "agent", "tool_parser")
 
 
 def source_problems(config: Config) -> Iterator[str]:

@@ -12,6 +12,7 @@ from transformers.utils import get_json_schema
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.schema import Config
+from megatron_rl.engine.call_formats import CallFormat
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.errors import concerning
 from megatron_rl.plugins import loaded
@@ -68,11 +69,13 @@ class Turns:
         tokenizer: PreTrainedTokenizerBase,
         settings: EnvironmentSettings,
         has_tools: bool,
+        call_format: CallFormat | None = None,
     ) -> None:
         """Raises ValueError where the environment or the chat template of the model will not do."""
         self.config: EnvironmentConfig = config.env
         self.environment = environment_class(settings.name)
         self.has_tools = has_tools
+        self._format = call_format
         roles = ("tool",) if has_tools else ("user",)
         self._rendering = MessageRendering(tokenizer, roles, config.model.path)
         # Of responses. None: no text ends a turn, and partial rollouts may pause behind any token.
@@ -216,7 +219,13 @@ class Turns:
         return Score(0.0, False, {"accuracy": 0.0, "verifier_problem": 1.0})
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        ids = list(token_ids)
+        if self._format is not None:
+            end = ids[-1:] == [self._rendering.end_token_id]
+            said = self._format(str(self._tokenizer.decode(ids[:-1] if end else ids)))
+            if said is not None:
+                return said
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _score(done: dict[str, Any]) -> Score | None:
@@ -238,8 +247,8 @@ def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | 
     messages. None: a response has one turn.
 
     Raises:
-        ValueError: there is no such environment or tool, it does not work on this machine, a tool
-            lacks the docstring that the model is shown, or the chat template will not do.
+        ValueError: there is no such environment, tool or parser, it does not work on this machine,
+            a tool lacks the docstring that the model is shown, or the chat template will not do.
     """
     if not config.env.has_turns:
         return None
@@ -272,9 +281,10 @@ def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | 
     if problem is not None:
         raise ValueError(f"env.tools: {problem}")
     functions = environment.functions(settings)
-    if functions:
-        _show_tools(tokenizer, functions)
-    return Turns(config, tokenizer, settings, bool(functions))
+    schemas = _show_tools(tokenizer, functions) if functions else []
+    written = env.tool_parser
+    call_format = None if written is None else CallFormat(written, tokenizer, schemas)
+    return Turns(config, tokenizer, settings, bool(functions), call_format)
 
 
 def needs_reward(turns: Turns | None) -> bool:
@@ -282,8 +292,8 @@ def needs_reward(turns: Turns | None) -> bool:
     return turns is None or not turns.environment.gives_reward
 
 
-def _show_tools(tokenizer: PreTrainedTokenizerBase, functions: Sequence[Any]) -> None:
-    """``functions``: as of ``Environment.functions``."""
+def _show_tools(tokenizer: PreTrainedTokenizerBase, functions: Sequence[Any]) -> list[Any]:
+    """Their schemas. ``functions``: as of ``Environment.functions``."""
     if "tools" not in str(tokenizer.chat_template):
         logger.warning(
             "env.tools: the chat template of the model shows no tools (as that of Qwen2.5-VL);"
@@ -301,3 +311,4 @@ def _show_tools(tokenizer: PreTrainedTokenizerBase, functions: Sequence[Any]) ->
         return render(*arguments, tools=schemas, **more)
 
     setattr(tokenizer, "apply_chat_template", with_tools)  # noqa: B010 (a method for mypy)
+    return schemas
