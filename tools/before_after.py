@@ -76,7 +76,7 @@ def answers(
         whole = continued(model, prompt, None, max_tokens, vision)
         score = None
         while turns is not None:
-            waiting = Waiting(0, prompt, 0, whole, max_tokens, time.monotonic())
+            waiting = Waiting(0, None, prompt, 0, whole, max_tokens, time.monotonic())
             outcome = answered(turns, waiting) if turns.asks(whole) else turns.ended(whole)
             if outcome.is_over:
                 score = outcome.score
