@@ -75,10 +75,24 @@ def test_the_package_has_no_new_type_errors():
     assert not wrong, "\n".join([*wrong, "", *said, "", "fewer: python -m tests.test_types"])
 
 
+# Of a name that is gone, or of a call that no longer fits.
+CALLS = {
+    *("missing-module-member", "missing-argument", "unknown-argument"),
+    "too-many-positional-arguments",
+}
+
+
+@pytest.mark.parametrize("folder", ["tools", "examples"])
+def test_programs_use_what_is_there(folder):
+    wrong = [one for one in findings(folder, REPO) if one["check_name"] in CALLS]
+    assert not wrong, [(one["location"]["path"], one["description"]) for one in wrong]
+
+
 @pytest.mark.parametrize(
     ("source", "rule"),
     [
         ("import torch\ntorch.zeros(3).tolist(1)\n", "too-many-positional-arguments"),
+        ("from megatron_rl.errors import no_such\n", "missing-module-member"),
         ("import torch\ntorch.zeros(3).no_such()\n", "missing-attribute"),
         ("from megatron_rl.types import Prompt\nPrompt(uid='a')\n", "missing-argument"),
         (

@@ -25,8 +25,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.config.cli.parser import parser_of
-from megatron_rl.engine.weights.stream import expected_tensors, shown
-from megatron_rl.errors import first_line
+from megatron_rl.engine.weights.stream import expected_tensors
+from megatron_rl.errors import first_few, first_line
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.parameter_map import hf_names
 
@@ -76,7 +76,7 @@ class Answer:
         if self.refusal is not None:
             return f"{self.architecture}: refuses: {self.refusal}"
         parts = (("lacks", self.missing), ("does not know", self.unknown))
-        found = [f"{what} {shown(names)}" for what, names in parts if names]
+        found = [f"{what} {', '.join(first_few(names))}" for what, names in parts if names]
         return f"{self.architecture}: {'; '.join(found) or 'has the same tensors'}"
 
 
