@@ -12,7 +12,7 @@ import yaml
 from megatron_rl.reporting.metrics_file import read_metrics, series
 from tests.launch import REPO, run
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 CLAIM = {
     "title": "Two methods",
@@ -48,7 +48,7 @@ def test_a_claim_is_run_and_written_down(tmp_path: Path) -> None:
     words = [sys.executable, "tools/claims.py", "run", str(folder)]
     words += ["--out", str(tmp_path / "runs"), *SHORT]
 
-    run(words, 280)
+    run(words, 800)
 
     rows = [json.loads(line) for line in (folder / "data.jsonl").read_text("utf-8").splitlines()]
     assert [(row["cell"], row["seed"]) for row in rows] == [
