@@ -80,7 +80,8 @@ def concerning(
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error`` and all exceptions that it keeps: what each was raised from or while handling.
+    """``error`` and every exception that it keeps: what each was raised from, and what was handled
+    meanwhile.
 
     Each comes once: ``raise a from b`` may close a ring, which Python does not look for.
     """

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Makes the backend ``megatron_rl`` known to vLLM. In a process of a version that is not
-    supported the log says so, and vLLM refuses a start that asks for the backend; others go on."""
+    supported the log says so, and vLLM refuses a start that asks for the backend; other starts do
+    not need it."""
     die_with_server()
     try:
         require_vllm()

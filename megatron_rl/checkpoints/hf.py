@@ -117,7 +117,8 @@ class HfDirectory:
 
     Raises:
         ValueError: the directory holds no safetensors, index or a file is missing or damaged, a
-            file lacks a tensor of the index, or a tensor is no float, or there in both layouts.
+            file lacks a tensor that the index says it has, or a tensor is no float, or is there in
+            both layouts.
     """
 
     def __init__(self, path: Path, prefixes: Sequence[tuple[str, str]] = ()) -> None:

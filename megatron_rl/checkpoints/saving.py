@@ -96,7 +96,8 @@ class CheckpointSave:
         if error is None:
             return _SaveReport(self._sealed)
         partial = self.path.with_name(self.path.name + PARTIAL)
-        # Raised once more: ``room_for`` turns what a full disk has caused into an error of the user
+        # Raised once more, so that ``room_for`` turns what a full disk has caused into an error of
+        # the user's.
         try:
             with disk.room_for(partial, self.num_bytes, f"the checkpoint {self.path.name}"):
                 raise error

@@ -93,7 +93,8 @@ class WeightedLoader:
 
     The next prompt comes from the source that is furthest behind its share (of equal ones the
     first), so that after any number n of prompts no source is a whole prompt ahead of its share of
-    n. Which source it is depends on the weights alone, which of its prompts on (seed, its epoch).
+    n. Which source it is depends on the weights alone, which of its prompts on (seed, epoch of that
+    source).
 
     Example: weights 3 and 1 take a a b a, a a b a, ... A source that is small for its weight goes
     through more epochs.

@@ -98,7 +98,8 @@ def require_fixed_segments(config: RolloutConfig, environment: Mapping[str, str]
 
     With expandable segments torch maps memory in pieces, which another process cannot open, and
     vLLM's all-reduce opens the buffers of its captured graphs on every rank. Without graphs it
-    copies into a buffer of its own. Sleep mode is not affected: it makes its pools without.
+    copies into a buffer of its own. Sleep mode is not affected: its pools are made with the setting
+    turned off.
 
     Args:
         environment: the variables of this process, on a machine with CUDA.

@@ -109,7 +109,8 @@ def run_again_activations(
 def tower_activations(
     vision: Vision, parallel: ParallelConfig, tokens: int, element: int, *, frozen: bool
 ) -> int:
-    """Bytes that the tower keeps of images of ``tokens`` tokens for its backward; frozen: none.
+    """Bytes that the tower keeps of images of ``tokens`` tokens for its backward; none where it is
+    frozen.
 
     Per patch, in ``element`` bytes: its pixels; what each block keeps (see ``tower_block``, or its
     input alone, if it is run again); six widths of each merger. The tower is whole on every tensor

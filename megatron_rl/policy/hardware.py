@@ -16,7 +16,8 @@ def this_machine() -> Machine:
     """The machine of this process, examined once.
 
     Transformer Engine counts when it can be imported and there is a CUDA device, without which its
-    layers cannot run. megatron-core takes Adam from Transformer Engine, else from apex, if there.
+    layers cannot run. megatron-core takes Adam from the first of Transformer Engine and apex that
+    it can import.
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     engine = None if capability is None else transformer_engine_version()

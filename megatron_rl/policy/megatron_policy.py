@@ -292,7 +292,8 @@ class MegatronPolicy:
         yield from self.view.gathered_gradients(self.chunks)
 
     def gradient_norm(self) -> float:
-        """Collective: of the gradient of ``backward``, over all parameters, as the step has it."""
+        """Collective: of the gradient left by ``backward``, over all parameters, as the optimizer
+        step has it."""
         with platform():
             return optimizer.gradient_norm(self.optimizer)
 
@@ -325,7 +326,8 @@ class MegatronPolicy:
 
     @contextlib.contextmanager
     def _weights(self, reference: bool) -> Iterator[None]:
-        """Inside, with ``reference``, its weights are in place of the trained ones."""
+        """The reference weights in place of the trained ones, for the duration of a reference
+        pass."""
         if not reference:
             yield
             return
@@ -340,7 +342,8 @@ class MegatronPolicy:
             yield
 
     def renew_reference(self) -> None:
-        """Collective: the reference, where one is kept, becomes the policy now. Drops gradients."""
+        """Collective: the reference becomes the policy as it is now, where one is kept. Drops
+        gradients."""
         if self.reference is not None:
             self._offload.require("weights", "gradients")
             self.wait_for_param_gather()

@@ -190,8 +190,9 @@ class CodeVerifier(Verifier):
                     if statements[done].is_test:
                         passed.append(held)
                     done += 1
-            # Where the program or a set-up statement failed, a new start fails again: the new
-            # one, or one of those before, which may need a test that a new start leaves out.
+            # Where the program or a set-up statement failed, a new start fails again: a new
+            # statement, or one of those before, which may need what a test did that a new start
+            # leaves out.
             in_setup = done == done_before or not statements[done - 1].is_test
             if not held and (in_setup or not self.options.partial_credit):
                 break

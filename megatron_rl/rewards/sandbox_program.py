@@ -196,7 +196,8 @@ def main():
     task = json.loads(requests.readline())
     sys.set_int_max_str_digits(100_000)
     if task["input"] is None:
-        # The program's stdin, stdout, stderr are /dev/null; this code alone knows the answers' way.
+        # The program gets /dev/null for stdin, stdout and stderr; only this code knows the channel
+        # of answers.
         answers = os.dup(1)
         nothing = os.open("/dev/null", os.O_RDWR)
         for number in (0, 1, 2):

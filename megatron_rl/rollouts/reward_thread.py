@@ -12,7 +12,8 @@ from megatron_rl.types import Completion, Prompt, Score
 
 
 class Unscored(NamedTuple):
-    """A response that waits for its score. ``outcome``: its environment's, maybe the score."""
+    """A response that waits for its score. ``outcome``: what its environment says of it, which may
+    be the score."""
 
     request: Request
     prompt: Prompt

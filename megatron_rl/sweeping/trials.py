@@ -18,7 +18,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.run.start import finished_text
 
-# Characters of a name before "-" and a digest of six; file systems allow 255 bytes, wandb 128.
+# Characters of a name before "-" and a digest of six; file systems allow 255 bytes, and wandb 128
+# for a group.
 _MAX_NAME = 120
 _SPECIAL = re.compile("[^A-Za-z0-9._+-]+")
 

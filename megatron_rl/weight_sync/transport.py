@@ -73,7 +73,8 @@ class Transport:
             for message in (*step.sends, *step.receives):
                 self.messages[message.bucket] = message
         if dist.is_initialized():
-            # NCCL needs all ranks in the first operation of a group on a device; a round has few.
+            # NCCL needs all ranks in the first operation of a group on a device; a round may have
+            # only two.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def run(
@@ -100,7 +101,8 @@ class Transport:
         Raises WeightSyncError on every rank, with what went wrong on which; at once, and on the
         ranks that notice it, when a peer is gone.
         """
-        # From check_sources, where every rank learns of one without room; held for the run alone.
+        # From check_sources, where every rank learns of one that has no room; no longer held than
+        # the run takes.
         staging = self.staging or self.buffers()
         self.staging = []
         run = _TransportRun(self, staging, source, target, written, checked, failed)

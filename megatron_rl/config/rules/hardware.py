@@ -7,7 +7,8 @@ from typing import Any
 from megatron_rl.config.model_config import ModelSizes, model_sizes
 from megatron_rl.config.schema import Config, Fp8Config, ParallelConfig, RolloutConfig
 
-# Sizes of every matrix product must be multiples of this: a scale's block, or the FP8 kernels'.
+# Sizes of every matrix product must be multiples of this: the block of one scale, or what the FP8
+# kernels need.
 BLOCK = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 # The first Transformer Engine that megatron-core accepts for a recipe.
 _MIN_ENGINE = {"delayed": (1, 0), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 1)}

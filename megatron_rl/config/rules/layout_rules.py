@@ -83,8 +83,9 @@ def longest_engine_stage(num_layers: int, pipeline: int) -> int:
 def engine_stages(num_layers: int, pipeline: int) -> list[range]:
     """Numbers of the layers of each pipeline stage of an engine.
 
-    vLLM gives what is left of an even share to the stages before the last one, a layer each, from
-    the end (get_pp_indices in vllm/distributed/utils.py). 10 layers on 4 stages are 2, 3, 3 and 2.
+    vLLM gives what is left of an even share to the stages before the last one, one layer each, from
+    the end (``get_pp_indices`` in vllm/distributed/utils.py). Example: 10 layers on 4 stages are 2,
+    3, 3 and 2.
     """
     each, more = divmod(num_layers, pipeline)
     longer = range(pipeline - 1 - more, pipeline - 1)

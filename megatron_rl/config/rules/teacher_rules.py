@@ -23,7 +23,8 @@ def teacher_of(model: ModelConfig, source: str) -> str | None:
 
 
 def teacher_problems(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for all that does not fit: key, value, remedy; ``hf_config``: the policy's."""
+    """One sentence for everything that does not fit: key, value, remedy. ``hf_config``: of the
+    policy."""
     method = config.method
     reads = any(column.startswith("teacher_") for column in Method(method).reads)
     if reads and not teachers(config.model):

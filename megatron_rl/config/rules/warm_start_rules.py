@@ -7,7 +7,8 @@ from megatron_rl.config.schema import Config
 
 
 def warm_start_problems(config: Config, data_ranks: int) -> Iterator[str]:
-    """A sentence for all that does not fit: key, value, remedy; ``data_ranks``: the policy's."""
+    """One sentence for everything that does not fit: key, value, remedy. ``data_ranks``: of the
+    policy."""
     warm = config.warm_start
     key = f"warm_start.steps = {warm.steps}"
     if (warm.data is None) != (warm.steps == 0):

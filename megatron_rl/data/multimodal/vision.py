@@ -187,7 +187,7 @@ class VisionProcessor:
         return collapsed
 
 
-def sees(model_path: str | Path) -> bool:
+def has_vision_tower(model_path: str | Path) -> bool:
     """Whether the model of the directory has a vision tower."""
     file = Path(model_path) / "config.json"
     return file.is_file() and "vision_config" in read_json(file)
@@ -199,7 +199,7 @@ def vision_of(model_path: str, config: DataConfig) -> VisionProcessor | None:
     Raises:
         ValueError: as ``VisionProcessor``; limits are set for a model of text.
     """
-    if sees(model_path):
+    if has_vision_tower(model_path):
         return VisionProcessor(model_path, config.min_pixels, config.max_pixels)
     for key, value in (("min_pixels", config.min_pixels), ("max_pixels", config.max_pixels)):
         if value is not None:

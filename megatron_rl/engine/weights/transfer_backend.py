@@ -110,7 +110,8 @@ class StagedWeights:
 
     def _copy(self, parameter: Parameters, written: Callable[[str], None]) -> None:
         # Layer by layer: one that is open has memory of the device in addition to that of its old
-        # weights, and they may have come in another order (all experts' first parts, then others).
+        # weights, and they may have come in another order (first parts of all experts, then second
+        # ones).
         for key in sorted(self._tensors, key=lambda key: key.rpartition(".")[0]):
             parameter(key).copy_(self._tensors[key])
             written(key)

@@ -247,7 +247,8 @@ def built_with_values(model: nn.Module) -> Iterator[str]:
 
 
 def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; a shared one by each, while a reload gives each its own."""
+    """Parameters and buffers by name; a shared one under each of its names while a reload has given
+    each its own."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 

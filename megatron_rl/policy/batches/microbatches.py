@@ -100,7 +100,8 @@ def borrowed_prompts(
 def prompt_owners(
     batch: SequenceBatch, microbatches: Sequence[Sequence[int]], share: bool
 ) -> Int[Tensor, " sequences"]:
-    """The row of ``batch`` that packs the prompt of each row; of one in no micro-batch its own."""
+    """The row of ``batch`` that packs the prompt of each row; its own where no micro-batch has
+    it."""
     owner = torch.arange(batch.num_responses)
     for rows in microbatches:
         chosen = torch.tensor(list(rows), dtype=torch.long)

@@ -216,7 +216,8 @@ def _best_fit_decreasing(items: list[Item], budget: int) -> list[Bin]:
 
 
 def _without_empty(bins: list[Bin], num_bins: int, tokens_of: dict[int, int]) -> list[Bin]:
-    """``num_bins`` bins, none empty while another holds two rows: the fullest such is halved."""
+    """``num_bins`` bins, none empty while another holds two rows: the fullest such bin is cut in
+    about half."""
     # By number: the heap refers to bins, and one that is cut becomes two with new numbers.
     numbered = dict(enumerate(bins))
     next_number = len(bins)

@@ -41,7 +41,8 @@ class WorkModel:
         A token takes two operations for each parameter in the matrices that it passes through
         (output layer included, inactive experts not), and causal attention over n tokens
         ``2 * num_layers * attention_width * n**2``, the width being query heads x head dimension.
-        Example: Qwen2.5-7B (7.07e9 parameters, 28 layers, width 3584) has it at 70,454 tokens.
+        Example: Qwen2.5-7B (7.07e9 parameters, 28 layers, width 3584) has a crossover at 70,454
+        tokens.
         """
         parameters = arch.vocab_size * arch.hidden_size
         for layer in range(arch.num_layers):

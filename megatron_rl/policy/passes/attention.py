@@ -185,7 +185,10 @@ def group(
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each packed sequence, of ``[tokens, heads, head_dim]`` each."""
+    """Causal attention inside each packed sequence.
+
+    Query, key and value are ``[tokens, heads, head_dim]``.
+    """
 
     def __init__(
         self,
@@ -251,7 +254,8 @@ class PackedAttention(MegatronModule):
         """Sequence by sequence: this rank's queries against the keys and values of all ranks."""
         ranks = self.context_group.size()
         local = [length // ranks for length in lengths]
-        # The backward of the gather sums the gradients of all ranks' queries, and keeps our part.
+        # The backward of the gather sums the gradients of all ranks' queries and keeps this rank's
+        # part.
         both = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=-1),
             tensor_parallel_output_grad=True,

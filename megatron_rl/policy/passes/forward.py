@@ -191,7 +191,8 @@ class Passes:
         *,
         backward: bool,
     ) -> list[Any]:
-        """Collective: what ``consume`` collected, by micro-batch; nothing before the last stage."""
+        """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
+        last stage)."""
         length = 0  # without a pipeline megatron does not ask, and none need be packed for it
         if self.ranks.pipeline > 1:
             lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
@@ -283,7 +284,8 @@ class Passes:
         }
         values = replace(values, columns={**values.columns, **computed})
         loss, data = consume(microbatch, values)
-        # Without response tokens the graph must still reach every stage, which awaits a gradient.
+        # Without response tokens the graph must still reach every stage: the pipeline waits for a
+        # gradient.
         connected = loss + values.logprobs.sum() * 0
         for column in computed.values():
             connected = connected + column.sum() * 0

@@ -134,7 +134,8 @@ def cost(variant: Variant) -> dict[str, float | None]:
 
 
 def _mean(of_run: Callable[[list[float]], float], runs: Sequence[list[float]]) -> float | None:
-    """``of_run`` of each run's values, averaged over runs with any: what one lacks is not 0."""
+    """``of_run`` of the values of each run, averaged over those that have any: what a run does not
+    say is not 0."""
     present = [of_run(values) for values in runs if values]
     return fmean(present) if present else None
 

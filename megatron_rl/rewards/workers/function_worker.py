@@ -8,7 +8,7 @@ from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.registry import require_two_arguments
 from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 from megatron_rl.rewards.workers.served import ServedReward
-from megatron_rl.rewards.workers.values import score, waited
+from megatron_rl.rewards.workers.values import await_value, score
 
 _KEY = "reward.function"
 
@@ -24,7 +24,7 @@ class FunctionJudge:
     def __init__(self, setup: WorkerSetup) -> None:
         if setup.server is not None:
             served = ServedReward(setup.server, setup.server_limit_s)
-            waited(served.check())
+            await_value(served.check())
             self._function: Callable[..., Any] = served
             return
         self._function = import_function(str(setup.function), _KEY)
@@ -33,7 +33,7 @@ class FunctionJudge:
     def verify(self, tasks: Sequence[Task], responses: Sequence[str]) -> dict[str, Any]:
         """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` of the whole call."""
         try:
-            returned = waited(self._function(list(tasks), list(responses)))
+            returned = await_value(self._function(list(tasks), list(responses)))
             # Of a mapping ``list`` would take the keys, and a set has no order.
             if isinstance(returned, Mapping | Set | str | bytes):
                 kind = type(returned).__name__

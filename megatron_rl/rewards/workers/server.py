@@ -21,7 +21,8 @@ from megatron_rl.rewards.workers.messages import HEADER, PoolSetup
 logger = logging.getLogger(__name__)
 
 # Seconds to wait before the first, second, ... start in a row. The delays outlast what kills
-# processes for a while (lack of memory, an operator); a server that cannot start soon ends the run.
+# processes for a while (a lack of memory, an operator); a server that cannot start ends the run in
+# seconds.
 START_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 

@@ -55,7 +55,7 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def waited(value: Any) -> Any:
+def await_value(value: Any) -> Any:
     """What an awaitable gives, by the one event loop of this process, in which a client keeps its
     connections; any other value as it is."""
     return _runner().run(_awaited(value)) if inspect.isawaitable(value) else value

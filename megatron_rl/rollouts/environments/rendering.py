@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.data.multimodal.vision import sees
+from megatron_rl.data.multimodal.vision import has_vision_tower
 from megatron_rl.errors import first_line
 from megatron_rl.rollouts.environments.base import Message
 
 _MARK = "mark-of-the-answer"
 _RESULT = "a result"
-_SHOWN = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "words"}]}
+_WITH_IMAGE = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "words"}]}
 
 
 class TemplateError(ValueError):
@@ -50,7 +50,7 @@ class MessageRendering:
         added = tokenizer.added_tokens_decoder.values()
         control = {*tokenizer.all_special_tokens, *(each.content for each in added if each.special)}
         self._control = sorted(token for token in control if token)
-        self._seen = [[_SHOWN]] if sees(path) else []  # conversations
+        self._image_starts = [[_WITH_IMAGE]] if has_vision_tower(path) else []  # conversations
         self._checked: set[str] = set()
         for role in roles:
             self._check(role)
@@ -100,7 +100,7 @@ class MessageRendering:
         one = {"role": role, "content": _RESULT, "name": "tool"}
         several = [one] if role == "user" else [one, {**one, "content": "another"}]
         for messages in ([one], several):
-            starts = [*_starts(role), *self._seen]
+            starts = [*_starts(role), *self._image_starts]
             first, *others = (self._behind(start, messages) for start in starts)
             for other in others:
                 if first != other or _RESULT not in first:

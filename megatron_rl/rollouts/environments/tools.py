@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.plugins import import_function
 from megatron_rl.rewards.sandbox import Sandbox, refusal
 from megatron_rl.rewards.workers.messages import reason
-from megatron_rl.rewards.workers.values import waited
+from megatron_rl.rewards.workers.values import await_value
 from megatron_rl.rollouts.environments.base import (
     Done,
     Environment,
@@ -239,7 +239,7 @@ def _result(functions: Mapping[str, Callable[..., Any]], call: Call) -> Message:
         return _message(call, f"error: {call.problem}")
     try:
         inspect.signature(function).bind(**call.arguments)
-        return _message(call, str(waited(function(**call.arguments))))
+        return _message(call, str(await_value(function(**call.arguments))))
     except (MemoryError, ToolFailure):
         raise
     except Exception as error:  # noqa: BLE001 - the call's fault, which the model is told

@@ -17,7 +17,7 @@ from megatron_rl.rewards.workers.response_verifier import (
     WorkerLimits,
     seed_libraries,
 )
-from megatron_rl.rewards.workers.values import score, waited
+from megatron_rl.rewards.workers.values import await_value, score
 from megatron_rl.rollouts.environments.base import (
     Done,
     Environment,
@@ -90,13 +90,13 @@ class Episodes:
             seen = [] if self._class.remembers else list(turns[:-1])
             environment = self._class(self._settings)
             seed_libraries(seed)
-            waited(environment.start(task, seed))
+            await_value(environment.start(task, seed))
         said: Any = None
         for number in range(len(seen), len(turns)):
             of_turn = turn_seed(seed, number)
             seed_libraries(of_turn)
             environment.earlier = turns[:number]
-            said = waited(environment.step(turns[number], of_turn))
+            said = await_value(environment.step(turns[number], of_turn))
         if isinstance(said, Done):
             return {"done": _verdict(said)}
         self._open[key] = (list(turns), environment)
