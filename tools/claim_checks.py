@@ -93,7 +93,7 @@ class Claim(Strict):
     experiment: Literal["lab", "lab_exact"] = "lab"
     lab: tuple[str, ...] = ()  # options of its make.py
     train_on: tuple[str, ...] = ()  # kinds of prompts; the others are only held out; () = all
-    plugin: Path | None = None  # what the runs load; a file of the claim's folder
+    plugin: Path | None = None  # what the runs load, from the claim's folder
     overrides: tuple[str, ...] = ()  # of every cell
     cells: dict[str, tuple[str, ...]]  # label -> overrides
     differ: tuple[str, ...]  # keys in which cells of a check differ, each with all below it
