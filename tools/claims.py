@@ -246,13 +246,16 @@ def plan(folder: Path) -> str:
 def table() -> str:
     """The claims with their verdicts, in Markdown."""
     rows = []
-    every_outcome: list[Outcome] = []
+    by_lab: dict[str, list[Outcome]] = {"exact": [], "sampled": []}
     for name, (claim, found) in tried().items():
         link = f"[{claim.title}]({name}/README.md)"
-        design = "exact" if claim.is_exact else "sampled"
-        rows.append(f"| {link} | {design} | {overall(found)} | {told(found)} |")
-        every_outcome += found
-    rows.append(f"| all of them | | {tally(every_outcome)} | |")
+        lab_of = "exact" if claim.is_exact else "sampled"
+        rows.append(f"| {link} | {lab_of} | {overall(found)} | {told(found)} |")
+        by_lab[lab_of] += found
+    rows.sort(key=lambda row: "| exact |" not in row)
+    for lab_of, found in by_lab.items():
+        rows.append(f"| all of this lab | {lab_of} | {tally(found)} | |")
+    rows.append(f"| all of them | | {tally([*by_lab['exact'], *by_lab['sampled']])} | |")
     return "\n".join([HEAD, "|---|---|---|---|", *rows])
 
 
