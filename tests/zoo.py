@@ -81,6 +81,7 @@ CLASSES = {
     "qwen3_yarn": "Qwen3",
     "llama": "Llama",
     "mistral": "Mistral",
+    "mistral_window": "Mistral",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "glm4_moe": "Glm4Moe",
@@ -100,6 +101,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "llama": dict(vocab_size=123, tie_word_embeddings=False, rope_parameters=LLAMA3),
     "mistral": dict(vocab_size=128, head_dim=16, sliding_window=None, tie_word_embeddings=False),
+    "mistral_window": dict(
+        vocab_size=128, head_dim=16, sliding_window=6, tie_word_embeddings=False
+    ),
     "qwen3_moe": dict(
         vocab_size=128, head_dim=16, tie_word_embeddings=False, num_hidden_layers=2, **EXPERTS
     ),

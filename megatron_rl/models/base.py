@@ -117,6 +117,8 @@ class Architecture(ModelSizes):
         latent: None: queries, keys and values are products of the hidden state.
         rotary_share: of a head that is rotated.
         attention_factor: of queries and of keys, by YaRN.
+        window: how many tokens a query sees in the layers of ``windowed``, itself included.
+        windowed: of each layer; empty: in all layers a query sees all tokens before it.
         mrope_section: how many of a head's angles belong to time, row and column of a position
             (empty: positions are plain numbers). ``mrope_interleaved``: in turns, else in blocks.
         adapter_slots: A and B of the adapters of a layer; empty: all weights are trained.
@@ -148,6 +150,8 @@ class Architecture(ModelSizes):
     latent: LatentAttention | None = None
     rotary_share: float = 1.0
     attention_factor: float = 1.0
+    window: int = 0
+    windowed: tuple[bool, ...] = ()
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
     vision: Vision | None = None
@@ -240,7 +244,6 @@ def common(hf: Any, **more: Any) -> Architecture:
     whole = not {"rotary_share", "mrope_section"} & more.keys()
     rope_types = ("default", "yarn") if "latent" in more else ("default", "llama3", "linear")
     rope_types += ("yarn",) if whole else ()
-    layer_types = sorted(set(getattr(hf, "layer_types", None) or ["full_attention"]))
     for what, value, allowed in (
         ("rope type", rope["rope_type"], rope_types),
         (
@@ -248,7 +251,6 @@ def common(hf: Any, **more: Any) -> Architecture:
             rope.get("partial_rotary_factor", 1.0),
             (more.get("rotary_share", 1.0),),
         ),
-        ("layer_types", layer_types, (["full_attention"],)),
     ):
         if value not in allowed:
             raise ValueError(_refusal(hf, what, value, allowed))
@@ -267,4 +269,33 @@ def common(hf: Any, **more: Any) -> Architecture:
         "tied_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "max_positions": hf.max_position_embeddings,
     }
-    return Architecture(**(sizes | fields | more))
+    return Architecture(**(sizes | fields | windows(hf) | more))
+
+
+def windows(hf: Any) -> dict[str, Any]:
+    """The fields ``window`` and ``windowed``, by ``layer_types``; where transformers has no such
+    option for a family, all layers have the window or none."""
+    size = getattr(hf, "sliding_window", None)
+    kind = "full_attention" if size is None else "sliding_attention"
+    types = getattr(hf, "layer_types", None) or [kind] * hf.num_hidden_layers
+    for each in types:
+        if each not in ("full_attention", "sliding_attention"):
+            raise ValueError(_refusal(hf, "layer_types", types, ("full_attention", "sliding_attention")))
+    if "sliding_attention" not in types:
+        return {}
+    if not size:
+        raise ValueError(
+            f"config.json of {hf.model_type}: sliding_window is {size}, and layers have windows;"
+            " correct it, or give another model"
+        )
+    return dict(window=size, windowed=tuple(each == "sliding_attention" for each in types))
+
+
+def require_equal_layers(hf: Any) -> None:
+    """Raises ValueError for a family of Qwen in which some layers have windows, not all."""
+    if len(set(hf.layer_types)) > 1:
+        raise ValueError(
+            f"config.json of {hf.model_type}: max_window_layers is {hf.max_window_layers} of"
+            f" {hf.num_hidden_layers} layers; vLLM serves windows in all layers of this family or"
+            " in none, give another model"
+        )

@@ -1,12 +1,11 @@
-"""Mistral: Llama without sliding window."""
+"""Mistral: Llama, in older models with a window of the last tokens."""
 
 from typing import Any
 
-from megatron_rl.models.base import ATTENTION, DENSE_MLP, Architecture, Family, common, refuse
+from megatron_rl.models.base import ATTENTION, DENSE_MLP, Architecture, Family, common
 
 
 def read(hf: Any) -> Architecture:
-    refuse(hf, {"sliding_window": (None,)})
     return common(hf, layer_slots=ATTENTION + DENSE_MLP)
 
 

@@ -12,7 +12,7 @@ EXPERT = (
 
 
 def read(hf: Any) -> Architecture:
-    refuse(hf, {"sliding_window": (None,), "router_jitter_noise": (0.0,)})
+    refuse(hf, {"router_jitter_noise": (0.0,)})
     return common(
         hf,
         layer_slots=ATTENTION + ROUTER,

@@ -9,12 +9,12 @@ from megatron_rl.models.base import (
     Architecture,
     Family,
     common,
-    refuse,
+    require_equal_layers,
 )
 
 
 def read(hf: Any) -> Architecture:
-    refuse(hf, {"use_sliding_window": (False,)})
+    require_equal_layers(hf)
     return common(hf, qkv_bias=True, layer_slots=ATTENTION + QKV_BIAS + DENSE_MLP)
 
 

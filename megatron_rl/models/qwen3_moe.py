@@ -15,7 +15,6 @@ def read(hf: Any) -> Architecture:
     refuse(
         hf,
         {
-            "use_sliding_window": (False,),
             "attention_bias": (False,),
             "decoder_sparse_step": (1,),
             "mlp_only_layers": ([], None),

@@ -228,11 +228,28 @@ def transformer_config(
     )
     if arch.num_experts:
         fields |= expert_fields(arch, parallel)
+    if arch.windowed:
+        fields |= window_fields(arch, parallel)
     if arch.attention_factor != 1.0:
         fields["softmax_scale"] = arch.attention_factor**2 / math.sqrt(arch.head_dim)
     if arch.latent is None:
         return TransformerConfig(**fields)
     return MLATransformerConfig(**fields, **latent_fields(arch))
+
+
+def window_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """Of a model with windows: how many tokens before itself a query sees, and in which layers.
+
+    Raises:
+        ValueError: context ranks share sequences in layers of Transformer Engine.
+    """
+    if parallel.context > 1 and this_machine().transformer_engine is not None:
+        raise ValueError(
+            f"parallel.context = {parallel.context}: Transformer Engine has no windows over packed"
+            " sequences that context ranks share; set it to 1"
+        )
+    layers = [int(has_window) for has_window in arch.windowed]
+    return dict(window_size=(arch.window - 1, 0), window_attn_skip_freq=layers)
 
 
 def latent_fields(arch: Architecture) -> dict[str, Any]:

@@ -78,6 +78,8 @@ CASES = [
     _case("qwen3_yarn", 1),
     _case("llama", 1),
     _case("mistral", 1),
+    _case("mistral_window", 1),
+    _case("mistral_window", 2, context=2),
     _case("qwen3_moe", 1),
     _case("mixtral", 1),
     _case("glm4_moe", 1),

@@ -6,7 +6,7 @@ number ``2 * ranks - 1 - r``: so causal work is balanced. Keys and values are ga
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_rl.policy.passes.vision import PlacedImages
@@ -84,6 +85,18 @@ class AttentionCall:
     queries: Tensor | None = None
     mask: Bool[Tensor, "count 1 queries length"] | None = None
 
+    def within(self, window: int | None) -> Tensor | None:
+        """``mask`` without the tokens before the last ``window`` that a query sees, itself
+        included; None: each sees all up to itself."""
+        if window is None or self.length <= window:
+            return self.mask
+        device = self.tokens.device
+        mask = self.mask
+        if mask is None:
+            mask = torch.ones(self.length, self.length, dtype=torch.bool, device=device).tril()
+        column = torch.arange(self.length, device=device)
+        return mask & (column >= mask.sum(-1, keepdim=True) - window)
+
 
 @dataclass
 class Packing(PackedSeqParams):
@@ -102,6 +115,7 @@ class Packing(PackedSeqParams):
     positions: Tensor | None = None
     rope_positions: Tensor | None = None  # [3, 1, tokens]
     images: PlacedImages | None = None
+    window_masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
 
     @cached_property
     def all_positions(self) -> Tensor:
@@ -123,6 +137,12 @@ class Packing(PackedSeqParams):
         shared = torch.zeros_like(self.lengths) if self.shared is None else self.shared
         owner = torch.arange(len(self.lengths)) if self.owner is None else self.owner
         return group(self.lengths, shared, owner, self.cu_seqlens_q.device)
+
+    def masks(self, window: int | None) -> list[Tensor | None]:
+        """Of each group, made for the first layer with this ``window``: see ``within``."""
+        if window not in self.window_masks:
+            self.window_masks[window] = [call.within(window) for call in self.groups[0]]
+        return self.window_masks[window]
 
 
 def group(
@@ -187,7 +207,8 @@ def group(
 class PackedAttention(MegatronModule):
     """Causal attention inside each packed sequence.
 
-    Query, key and value are ``[tokens, heads, head_dim]``.
+    Query, key and value are ``[tokens, heads, head_dim]``. In a layer with a ``window`` a query
+    sees that many tokens, itself included; None: all before it.
     """
 
     def __init__(
@@ -212,6 +233,9 @@ class PackedAttention(MegatronModule):
             pg_collection.cp if given else parallel_state.get_context_parallel_group()
         )
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        size, layers = config.window_size, config.window_attn_skip_freq
+        has_window = is_layer_window_attention(size, layers, layer_number)
+        self.window: int | None = size[0] + 1 if has_window else None
 
     def forward(
         self,
@@ -241,11 +265,11 @@ class PackedAttention(MegatronModule):
     def _sequences(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
         groups, restore = packing.groups
         outputs = []
-        for call in groups:
+        for call, mask in zip(groups, packing.masks(self.window), strict=True):
             queries = call.tokens if call.queries is None else call.queries
             taken = ((query, queries), (key, call.tokens), (value, call.tokens))
             rows = (x.index_select(0, at).unflatten(0, (call.count, -1)) for x, at in taken)
-            outputs.append(self._sdpa(*rows, call.mask).flatten(0, 1))
+            outputs.append(self._sdpa(*rows, mask).flatten(0, 1))
         return torch.cat(outputs).index_select(0, restore)
 
     def _context_parallel(
@@ -269,7 +293,10 @@ class PackedAttention(MegatronModule):
             # Keys come rank by rank, not in the order of the sequence: hence a mask of positions.
             positions = [zigzag(length, rank, ranks, q.device) for rank in range(ranks)]
             own_positions = positions[self.context_group.rank()]
-            mask = own_positions[:, None] >= torch.cat(positions)[None]
+            distance = own_positions[:, None] - torch.cat(positions)[None]
+            mask = distance >= 0
+            if self.window is not None:
+                mask &= distance < self.window
             out = self._sdpa(q[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None], mask)
             outputs.append(out.squeeze(0))
         return torch.cat(outputs)

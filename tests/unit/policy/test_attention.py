@@ -30,7 +30,7 @@ def test_a_short_response_asks_for_its_own_tokens_alone() -> None:
     assert restore.tolist()[5:7] == [21, 22] and sorted(set(restore.tolist())) == sorted(restore)
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def plain(query: Tensor, key: Tensor, value: Tensor, window: int = 99) -> Tensor:
     """Sequence by sequence, by the formula; every key head serves two of the queries'."""
     starts = [0, *OWN.cumsum(0).tolist()]
     results = []
@@ -39,19 +39,24 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         prompt = range(starts[OWNER[row]], starts[OWNER[row]] + int(SHARED[row]))
         there = [*prompt, *own]
         for place, token in enumerate(own, start=len(prompt) + 1):
-            keys = key[there[:place]].repeat_interleave(2, 1)
+            seen = there[max(place - window, 0) : place]
+            keys = key[seen].repeat_interleave(2, 1)
             weights = (query[token] * keys).sum(-1).div(key.shape[-1] ** 0.5).softmax(0)
-            values = value[there[:place]].repeat_interleave(2, 1)
+            values = value[seen].repeat_interleave(2, 1)
             results.append((weights[..., None] * values).sum(0))
     return torch.stack(results).flatten(1)
 
 
-def test_attention_and_its_gradients_are_those_of_the_formula() -> None:
+# Without a window; longer than a packed part, shorter than a prompt, each token alone, none at all.
+@pytest.mark.parametrize("window", [None, 5, 2, 1, 7])
+def test_attention_and_its_gradients_are_those_of_the_formula(window: int | None) -> None:
     torch.manual_seed(0)
     heads = [torch.randn(14, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
-    config = SimpleNamespace(attention_dropout=0.0, kv_channels=8)
+    size = None if window is None else (window - 1, 0)
+    sizes = dict(window_size=size, window_attn_skip_freq=[0, 1] if window else None)
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=8, **sizes)
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    attention = PackedAttention(config, 1, None, "self", pg_collection=groups)
+    attention = PackedAttention(config, 2, None, "self", pg_collection=groups)
     bounds = torch.nn.functional.pad(OWN.cumsum(0), (1, 0)).int()
     packing = Packing(cu_seqlens_q=bounds, lengths=OWN, shared=SHARED, owner=OWNER)
 
@@ -62,8 +67,9 @@ def test_attention_and_its_gradients_are_those_of_the_formula() -> None:
         return [result.detach(), *(leaf.grad for leaf in leaves)]
 
     ours = run(lambda q, k, v: attention(q, k, v, None, packed_seq_params=packing))
-    for mine, wanted in zip(ours, run(plain), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-10)
+    wanted = run(lambda q, k, v: plain(q, k, v, window or 99))
+    for mine, theirs in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("shape", [(6, 1, 16), (6, 1, 4, 8)])
