@@ -85,6 +85,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "glm4_moe": "Glm4Moe",
+    "gemma3": "Gemma3",
     "deepseek_v3": "DeepseekV3",
     "moonlight": "DeepseekV3",
     "qwen2_5_vl": "Qwen2_5_VL",
@@ -120,6 +121,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         use_qk_norm=True,
         partial_rotary_factor=0.5,
         tie_word_embeddings=False,
+    ),
+    "gemma3": dict(
+        vocab_size=128,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     ),
     "deepseek_v3": LATENT,
     "moonlight": LATENT
@@ -202,7 +214,8 @@ def transformer(family: str, settings: dict[str, Any]) -> PreTrainedModel:
     if family in SEEING:
         config = seeing_config(settings, **SEEING[family])
         return transformers.Qwen2_5_VLForConditionalGeneration(config)
-    config = getattr(transformers, f"{CLASSES[family]}Config")(**settings)
+    kind = "Gemma3Text" if family == "gemma3" else CLASSES[family]
+    config = getattr(transformers, f"{kind}Config")(**settings)
     return getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
 
 
@@ -223,7 +236,8 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
         for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.dim() == 1:
-                center = 1.0 if "norm" in name or "ln_q" in name else 0.0
+                is_norm = "norm" in name or "ln_q" in name
+                center = 1.0 if is_norm and family != "gemma3" else 0.0
                 parameter.copy_(noise * 0.1 + center)
             elif "visual" in name:
                 # Features that carry their image.

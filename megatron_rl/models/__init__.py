@@ -9,6 +9,7 @@ from megatron_rl.config.model_config import read_model_config
 from megatron_rl.errors import RegistrationError, concerning
 from megatron_rl.models import (
     deepseek_v3,
+    gemma3,
     glm4_moe,
     llama,
     mistral,
@@ -24,6 +25,7 @@ FAMILIES = {
     module.FAMILY.architecture: module.FAMILY
     for module in (
         deepseek_v3,
+        gemma3,
         glm4_moe,
         llama,
         mistral,

@@ -99,7 +99,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ModelSizes):
-    """A decoder-only transformer with RMSNorm, rotary positions and gated SiLU.
+    """A decoder-only transformer with RMSNorm, rotary positions and a gated feed-forward part.
 
     ``expert_slots`` are relative to one expert (empty: dense); ``expert_prefix`` is where HF
     numbers the experts of a layer. ``fused_experts``: it stores those of a layer as one tensor
@@ -117,10 +117,16 @@ class Architecture(ModelSizes):
         latent: None: queries, keys and values are products of the hidden state.
         rotary_share: of a head that is rotated.
         attention_factor: of queries and of keys, by YaRN.
+        local_rope_theta: base of the angles in the layers of ``windowed``; None: ``rope_theta``.
+        query_scalar: scores are divided by its square root; None: by that of ``head_dim``.
         window: how many tokens a query sees in the layers of ``windowed``, itself included.
         windowed: of each layer; empty: in all layers a query sees all tokens before it.
         mrope_section: how many of a head's angles belong to time, row and column of a position
             (empty: positions are plain numbers). ``mrope_interleaved``: in turns, else in blocks.
+        activation: of the gate of the feed-forward part.
+        centered_norms: norms multiply by 1 + weight.
+        output_norms: what attention and feed-forward part return has a norm before it is added.
+        embedding_scale: of embeddings, rounded as they are.
         adapter_slots: A and B of the adapters of a layer; empty: all weights are trained.
         prefixes: those that a newer layout of the checkpoint has, and what they are here.
         text_prefix: how HF's names begin in the language model, but for the head;
@@ -150,10 +156,16 @@ class Architecture(ModelSizes):
     latent: LatentAttention | None = None
     rotary_share: float = 1.0
     attention_factor: float = 1.0
+    local_rope_theta: float | None = None
+    query_scalar: float | None = None
     window: int = 0
     windowed: tuple[bool, ...] = ()
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    centered_norms: bool = False
+    output_norms: bool = False
+    embedding_scale: float = 1.0
     vision: Vision | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
     text_prefix: str = "model."
@@ -240,8 +252,9 @@ def common(hf: Any, **more: Any) -> Architecture:
     """The fields every family shares, plus ``more``; refuses other activations and rotary types."""
     refuse(hf, {"hidden_act": ("silu",)})
     rope = dict(hf.rope_parameters)
+    rope = rope.get("full_attention", rope)  # by kind of layer, in Gemma 3
     # Of a part of a head YaRN's factor of attention would have to be applied to that part alone.
-    whole = not {"rotary_share", "mrope_section"} & more.keys()
+    whole = not {"rotary_share", "mrope_section", "local_rope_theta"} & more.keys()
     rope_types = ("default", "yarn") if "latent" in more else ("default", "llama3", "linear")
     rope_types += ("yarn",) if whole else ()
     for what, value, allowed in (
@@ -280,7 +293,9 @@ def windows(hf: Any) -> dict[str, Any]:
     types = getattr(hf, "layer_types", None) or [kind] * hf.num_hidden_layers
     for each in types:
         if each not in ("full_attention", "sliding_attention"):
-            raise ValueError(_refusal(hf, "layer_types", types, ("full_attention", "sliding_attention")))
+            raise ValueError(
+                _refusal(hf, "layer_types", types, ("full_attention", "sliding_attention"))
+            )
     if "sliding_attention" not in types:
         return {}
     if not size:

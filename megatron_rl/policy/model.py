@@ -7,36 +7,22 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import Architecture
-from megatron_rl.models.parameter_map import LATENT_FUSED_NORMS, padded_vocab
+from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.adapters import add_adapters
 from megatron_rl.policy.hardware import this_machine
-from megatron_rl.policy.passes.attention import PackedAttention, RMSNorm
-from megatron_rl.policy.passes.latent_attention import (
-    LatentSelfAttention,
-    WholeLinear,
-    set_packed_angles,
-)
+from megatron_rl.policy.layers import block_spec
+from megatron_rl.policy.passes.latent_attention import set_packed_angles
 from megatron_rl.policy.passes.vision import add_tower, embed, set_image_angles, set_tower_angles
 from megatron_rl.policy.precision import model_fields
 
@@ -54,6 +40,8 @@ class HiddenStates(GPTModel):
     own, for the one there is one piece without a method before or after the layers.
     """
 
+    embedding_scale = 1.0
+
     def _preprocess(
         self, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> tuple[Any, ...]:
@@ -65,14 +53,17 @@ class HiddenStates(GPTModel):
             if self.pre_process:
                 kwargs["decoder_input"] = embed(self, kwargs["input_ids"], packed_seq_params.images)
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.pre_process and self.embedding_scale != 1.0:
+            scale = torch.tensor(self.embedding_scale, dtype=found[0].dtype).item()
+            found = (found[0] * scale, *found[1:])
         positions = getattr(packed_seq_params, "positions", None)
         if has_images or positions is None or found[1] is None:  # None: latent attention has them
             return found
         # The fused kernel counts positions from the boundaries of sequences, and would give wrong
         # angles to those that borrow their prompt.
         assert not self.config.apply_rope_fusion, "shared prompts need the rotary angles unfused"
-        decoder_input, angles, *rest = found
-        return decoder_input, angles.index_select(0, positions), *rest
+        states, angles, *rest = found
+        return states, angles.index_select(0, positions), *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process or not self.config.sequence_parallel:
@@ -90,14 +81,19 @@ class HiddenStates(GPTModel):
         return self.output_layer.weight
 
 
-def fused_kernels(experts: bool, plain_rotary: bool) -> dict[str, Any]:
+def gelu_tanh(gate: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh")
+
+
+def fused_kernels(experts: bool, plain_rotary: bool, silu: bool) -> dict[str, Any]:
     """megatron's fused kernels: on with layers of Transformer Engine, off with megatron's own.
 
     The fused rotary kernel reads the boundaries of packed sequences on the device; the plain way
     fetches them to the host in every layer, and alone takes angles of every token
     (``plain_rotary``: of images, and of latent attention).
-    ``bias_activation_fusion`` is the activation between the matrices of the feed-forward part. The
-    experts of a rank become one layer with numbered weights (see ``weights.GROUPED_EXPERT``).
+    ``bias_activation_fusion`` is the activation between the matrices of the feed-forward part, if
+    it is a ``silu``. The experts of a rank become one layer with numbered weights (see
+    ``weights.GROUPED_EXPERT``).
     Gradients of matrices are added to ``main_grad`` by the product itself, without apex; with
     megatron's own layers on a GPU that takes apex.
     """
@@ -105,7 +101,7 @@ def fused_kernels(experts: bool, plain_rotary: bool) -> dict[str, Any]:
     with_apex = torch.cuda.is_available() and layers._grad_accum_fusion_available
     return dict(
         apply_rope_fusion=on and not plain_rotary,
-        bias_activation_fusion=on,
+        bias_activation_fusion=on and silu,
         moe_permute_fusion=on and experts,
         moe_grouped_gemm=on and experts,
         gradient_accumulation_fusion=on or with_apex,
@@ -194,8 +190,9 @@ def transformer_config(
         ffn_hidden_size=arch.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
+        layernorm_zero_centered_gamma=arch.centered_norms,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=F.silu if arch.activation == "silu" else gelu_tanh,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
@@ -222,7 +219,11 @@ def transformer_config(
         use_cpu_initialization=on_cpu,
         perform_initialization=False,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        **fused_kernels(arch.num_experts > 0, bool(arch.mrope_section or arch.latent)),
+        **fused_kernels(
+            arch.num_experts > 0,
+            plain_rotary=bool(arch.mrope_section or arch.latent),
+            silu=arch.activation == "silu",
+        ),
         **recomputation(arch, parallel, precision),
         **model_fields(precision, arch.num_experts),
     )
@@ -230,8 +231,9 @@ def transformer_config(
         fields |= expert_fields(arch, parallel)
     if arch.windowed:
         fields |= window_fields(arch, parallel)
-    if arch.attention_factor != 1.0:
-        fields["softmax_scale"] = arch.attention_factor**2 / math.sqrt(arch.head_dim)
+    if arch.attention_factor != 1.0 or arch.query_scalar is not None:
+        width = arch.query_scalar or arch.head_dim
+        fields["softmax_scale"] = arch.attention_factor**2 / math.sqrt(width)
     if arch.latent is None:
         return TransformerConfig(**fields)
     return MLATransformerConfig(**fields, **latent_fields(arch))
@@ -269,76 +271,6 @@ def latent_fields(arch: Architecture) -> dict[str, Any]:
     )
 
 
-def block_spec(
-    config: TransformerConfig, arch: Architecture, vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    """The layers of a chunk, and the norm behind the last one of the model."""
-    first = get_transformer_layer_offset(config, vp_stage)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    specs = {}
-    for kind in {arch.has_experts(layer) for layer in range(arch.num_layers)}:
-        experts = arch.num_experts if kind else None
-        specs[kind], norm = layer_spec(config, experts, adapted=bool(arch.adapter_slots))
-    layers = [specs[arch.has_experts(layer)] for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
-
-
-def layer_spec(
-    config: TransformerConfig, experts: int | None, *, adapted: bool = False
-) -> tuple[ModuleSpec, Any]:
-    """A layer of Transformer Engine where that is installed, else megatron's own; and its norm.
-
-    The latter gets attention and norm of this package. ``experts``: None for a dense layer;
-    ``adapted``: linear layers will have adapters.
-    """
-    qk_norm = config.qk_layernorm
-    latent = config.multi_latent_attention
-    if this_machine().transformer_engine is not None:
-        # The module is there only with Transformer Engine.
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
-
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=qk_norm,
-            multi_latent_attention=latent,
-        )
-        norm: Any = TENorm
-        if adapted:
-            # Adapters want the inputs after the norm, which a fused layer keeps to itself.
-            layer.submodules.input_layernorm = norm
-            layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-            if experts is None:  # else they have no adapters, and a norm of their own
-                layer.submodules.pre_mlp_layernorm = norm
-                layer.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
-    else:
-        layer = get_gpt_layer_local_spec(
-            num_experts=experts,
-            qk_layernorm=qk_norm,
-            multi_latent_attention=latent,
-            normalization="RMSNorm",
-        )
-        norm = RMSNorm
-        layer.submodules.input_layernorm = norm
-        layer.submodules.pre_mlp_layernorm = norm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if latent:
-            # In checkpoints norms have the names that they have in layers of Transformer Engine.
-            layer.submodules.sharded_state_dict_keys_map = {
-                name.removesuffix("weight"): fused.removesuffix("weight")
-                for fused, name in LATENT_FUSED_NORMS.items()
-            }
-            attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
-            attention.q_layernorm = attention.kv_layernorm = norm
-        elif qk_norm:
-            attention.q_layernorm = norm
-            attention.k_layernorm = norm
-    if latent:
-        layer.submodules.self_attention.module = LatentSelfAttention
-    return layer, norm
-
-
 def keep_biases(model: torch.nn.Module) -> None:
     """Leaves the biases of routers in float32, and as they are: megatron would move them after
     every step, so that experts get equal loads."""
@@ -346,6 +278,21 @@ def keep_biases(model: torch.nn.Module) -> None:
         if isinstance(module, TopKRouter):
             module.frozen_expert_bias = True
             module._maintain_float32_expert_bias()
+
+
+def set_frequencies(angles: torch.nn.Module, arch: Architecture, hf: Any) -> None:
+    """Scaled frequencies in the place of megatron's plain ones; behind them those of the layers
+    with windows, where they are others: see ``TwoBasesAttention``."""
+    if arch.rope_type != "default":
+        rope = ROPE_INIT_FUNCTIONS[arch.rope_type]
+        kind = None if arch.local_rope_theta is None else "full_attention"
+        frequencies, attention_factor = rope(hf, torch.device("cpu"), layer_type=kind)
+        assert attention_factor == arch.attention_factor, f"{arch.rope_type} scales attention"
+        angles.inv_freq = frequencies
+    if arch.local_rope_theta is not None:
+        steps = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+        local = 1.0 / arch.local_rope_theta**steps
+        angles.inv_freq = torch.cat([angles.inv_freq, local.to(angles.inv_freq.device)])
 
 
 def build_chunks(
@@ -383,12 +330,10 @@ def build_chunks(
         if arch.vision is not None and model.pre_process:
             recompute = config.recompute_granularity is not None
             add_tower(model, hf, config, recompute=recompute, frozen=settings.freeze_vision)
-        latent_angles = set_packed_angles(model) if arch.latent else None
-        if arch.rope_type != "default":
-            rope = ROPE_INIT_FUNCTIONS[arch.rope_type]
-            frequencies, attention_factor = rope(hf, torch.device("cpu"))
-            assert attention_factor == arch.attention_factor, f"{arch.rope_type} scales attention"
-            (latent_angles or model.rotary_pos_emb).inv_freq = frequencies
+        if arch.embedding_scale != 1.0:
+            model.embedding_scale = arch.embedding_scale
+        angles = set_packed_angles(model) if arch.latent else model.rotary_pos_emb
+        set_frequencies(angles, arch, hf)
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())
         if arch.adapter_slots:

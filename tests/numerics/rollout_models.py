@@ -89,6 +89,7 @@ FAMILIES = {
         "topk_group": 1,
         **LATENT,
     },
+    "mistral_window": {"head_dim": 32, "sliding_window": 6, "tie_word_embeddings": False},
     "mixtral": {
         "head_dim": 32,
         "num_local_experts": 4,

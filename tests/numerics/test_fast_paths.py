@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.passes import LocalBatch, LossOutput, TokenView
+from megatron_rl.policy import layers, patches
 from megatron_rl.policy import model as model_room
-from megatron_rl.policy import patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes.attention import zigzag
 from megatron_rl.types import SequenceBatch
@@ -226,7 +226,7 @@ class NumberedLinear(torch.nn.Module):
 @contextlib.contextmanager
 def grouped_experts() -> Iterator[None]:
     """megatron's grouped experts on the layer above."""
-    plain = model_room.layer_spec
+    plain = layers.layer_spec
 
     def with_groups(*arguments: Any, **words: Any) -> Any:
         layer, norm = plain(*arguments, **words)
@@ -236,7 +236,7 @@ def grouped_experts() -> Iterator[None]:
         return layer, norm
 
     with (
-        mock.patch.object(model_room, "layer_spec", with_groups),
+        mock.patch.object(layers, "layer_spec", with_groups),
         fused(bias_activation_fusion=True, moe_grouped_gemm=True),
     ):
         yield

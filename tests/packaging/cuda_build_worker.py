@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.rules.hardware import Machine
-from megatron_rl.policy import megatron_policy
+from megatron_rl.policy import layers, megatron_policy
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy import parallel as parallel_room
 from megatron_rl.policy.batches.microbatches import Microbatch, Packer
@@ -115,7 +115,7 @@ def all_gather_object(gathered: list[Any], mine: Any, group: Any = None) -> None
 def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
     machine = Machine((9, 0), None, "transformer_engine")
-    model_room.this_machine = megatron_policy.this_machine = lambda: machine
+    model_room.this_machine = layers.this_machine = megatron_policy.this_machine = lambda: machine
     megatron_policy.patches.this_machine = lambda: machine
     weights.HfDirectory.__init__ = lambda self, path, prefixes: None
     weights.HfDirectory.check = lambda self, arch: None

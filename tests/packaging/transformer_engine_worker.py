@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 from megatron_rl.config.rules.hardware import Machine
+from megatron_rl.policy import layers, patches
 from megatron_rl.policy import model as model_room
-from megatron_rl.policy import patches
 from megatron_rl.policy.hardware import transformer_engine_version
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state, parts
@@ -325,7 +325,7 @@ def main() -> None:
     together = len(sys.argv) > 2
     answer("transformer_engine", *(["megatron_rl.policy.patches"] if together else []))
     hopper = Machine((9, 0), transformer_engine.__version__, "transformer_engine")
-    model_room.this_machine = patches.this_machine = lambda: hopper
+    model_room.this_machine = layers.this_machine = patches.this_machine = lambda: hopper
     launch.start()
     if together:
         sequence()

@@ -16,6 +16,7 @@ from jaxtyping import Bool
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -60,11 +61,41 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+        self.is_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda or x.dtype != torch.float32:  # a fused kernel; sums in float32
-            return super().forward(x)
-        return _RootMeanSquareNorm.apply(x, self.weight, self.eps)
+        weight = 1 + self.weight.float() if self.is_centered else self.weight
+        if not x.is_cuda and x.dtype == torch.float32:
+            return _RootMeanSquareNorm.apply(x, weight, self.eps)
+        if self.is_centered:  # products in float32, too
+            return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
+        return super().forward(x)  # a fused kernel; sums in float32
+
+
+class NormedAdd(torch.nn.Module):
+    """In the place of megatron's addition of what a part of a layer returns: with a norm before."""
+
+    def __init__(self, norm: Any, config: Any) -> None:
+        super().__init__()
+        size = dict(hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = norm(config=config, **size)
+
+    def forward(self, *_: Any) -> Any:
+        return lambda output, residual, dropout: residual + self.norm(output[0])
+
+
+class TwoBasesAttention(SelfAttention):
+    """megatron's, of a model whose layers with windows have a rotary base of their own.
+
+    Angles of a token are those of the other base and those of this one, and both once more:
+    megatron repeats the frequencies that it is given.
+    """
+
+    def forward(self, *arguments: Any, rotary_pos_emb: Tensor, **rest: Any) -> Any:
+        size, layers = self.config.window_size, self.config.window_attn_skip_freq
+        own = int(is_layer_window_attention(size, layers, self.layer_number))
+        angles = rotary_pos_emb.unflatten(-1, (2, 2, -1))[..., own, :].flatten(-2)
+        return super().forward(*arguments, rotary_pos_emb=angles, **rest)
 
 
 @dataclass(frozen=True)

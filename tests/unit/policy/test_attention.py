@@ -10,6 +10,9 @@ from torch import Tensor
 
 from megatron_rl.policy.passes.attention import PackedAttention, Packing, RMSNorm, group
 
+NORM = dict(
+    params_dtype=torch.float32, sequence_parallel=False, layernorm_zero_centered_gamma=False
+)
 # A prompt of 3 with its first response of 2; responses of 2 and 4 that borrow it; a sequence alone.
 OWN = torch.tensor([5, 2, 4, 3])
 SHARED = torch.tensor([0, 3, 3, 0])
@@ -75,7 +78,7 @@ def test_attention_and_its_gradients_are_those_of_the_formula(window: int | None
 @pytest.mark.parametrize("shape", [(6, 1, 16), (6, 1, 4, 8)])
 def test_the_norm_and_its_gradients_are_torchs(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
+    config = SimpleNamespace(**NORM)
     norm = RMSNorm(config, shape[-1], eps=1e-5)
     norm.weight.data.uniform_(0.5, 2)
     # A part of a wider tensor, as query and key are.

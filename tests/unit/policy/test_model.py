@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_rl.config.rules.hardware import Machine
-from megatron_rl.policy import model
+from megatron_rl.policy import layers, model
 from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.state import weights
 from tests.numerics.policy_cases import parallel
@@ -34,9 +34,10 @@ KERNELS = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion", 
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with Transformer Engine; megatron finds its kernels, and a version that is new
     enough."""
-    monkeypatch.setattr(
-        model, "this_machine", lambda: Machine((9, 0), "2.20.2", "transformer_engine")
-    )
+    for module in (model, layers):
+        monkeypatch.setattr(
+            module, "this_machine", lambda: Machine((9, 0), "2.20.2", "transformer_engine")
+        )
     monkeypatch.setattr(
         "megatron.core.transformer.transformer_config.is_te_min_version", lambda *_, **__: True
     )
@@ -80,11 +81,11 @@ def test_layers_of_transformer_engine_are_asked_for_grouped_experts(
 ) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        model, "get_gpt_layer_with_transformer_engine_spec", lambda **given: asked.append(given)
+        layers, "get_gpt_layer_with_transformer_engine_spec", lambda **given: asked.append(given)
     )
     for arch in (DENSE, EXPERTS):
         config = model.transformer_config(arch, parallel(), precision())
-        _, norm = model.layer_spec(config, arch.num_experts or None)
+        _, norm = layers.layer_spec(config, arch.num_experts or None)
         assert norm is extension.TENorm
     assert [given["moe_grouped_gemm"] for given in asked] == [False, True]
 
@@ -93,10 +94,10 @@ def test_layers_with_adapters_have_their_norms_apart(
     engine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fused layer takes inputs before the norm, which are not those of an adapter."""
-    layer = model.get_gpt_layer_local_spec()
-    monkeypatch.setattr(model, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
+    layer = layers.get_gpt_layer_local_spec()
+    monkeypatch.setattr(layers, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
     config = model.transformer_config(DENSE, parallel(), precision())
-    parts = model.layer_spec(config, None, adapted=True)[0].submodules
+    parts = layers.layer_spec(config, None, adapted=True)[0].submodules
     assert parts.input_layernorm is parts.pre_mlp_layernorm is extension.TENorm
     linear = extension.TEColumnParallelLinear
     assert parts.self_attention.submodules.linear_qkv is linear
