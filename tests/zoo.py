@@ -48,6 +48,10 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
+TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 YARN2 = {key: value for key, value in YARN.items() if "mscale" not in key}
 LATENT: dict[str, Any] = dict(
     vocab_size=128,
@@ -128,10 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         query_pre_attn_scalar=24,
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"] * 2,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
+        rope_parameters=TWO_BASES,
     ),
     "deepseek_v3": LATENT,
     "moonlight": LATENT

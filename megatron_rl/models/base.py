@@ -253,6 +253,12 @@ def common(hf: Any, **more: Any) -> Architecture:
     refuse(hf, {"hidden_act": ("silu",)})
     rope = dict(hf.rope_parameters)
     rope = rope.get("full_attention", rope)  # by kind of layer, in Gemma 3
+    if rope["rope_type"] == "dynamic":
+        raise ValueError(
+            f"config.json of {hf.model_type}: rope type is 'dynamic', whose angles depend on the"
+            " length that a response has reached: what an engine has kept of earlier tokens would"
+            " differ from one pass over all; give yarn, or another model"
+        )
     # Of a part of a head YaRN's factor of attention would have to be applied to that part alone.
     whole = not {"rotary_share", "mrope_section", "local_rope_theta"} & more.keys()
     rope_types = ("default", "yarn") if "latent" in more else ("default", "llama3", "linear")

@@ -18,7 +18,7 @@ from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.types import Completion, Prompt, Sampling
-from tests.zoo import YARN, YARN2, transformer
+from tests.zoo import TWO_BASES, YARN, YARN2, transformer
 
 VOCAB, EOS = 96, 2
 SIZES = {
@@ -89,6 +89,13 @@ FAMILIES = {
         "topk_group": 1,
         **LATENT,
     },
+    "gemma3": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": TWO_BASES,
+    },
     "mistral_window": {"head_dim": 32, "sliding_window": 6, "tie_word_embeddings": False},
     "mixtral": {
         "head_dim": 32,
@@ -108,7 +115,7 @@ def build(arch: str, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.normal_(1.0, 0.1)
+                parameter.normal_(0.0 if arch == "gemma3" else 1.0, 0.1)
             else:
                 parameter.normal_(0.0, 0.12)
     return model.float().eval()

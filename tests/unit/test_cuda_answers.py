@@ -223,7 +223,9 @@ def test_chunks_go_to_the_device(cuda: pytest.MonkeyPatch) -> None:
     from tests.unit.small_models import DENSE
 
     moved: list[int] = []
-    chunk = SimpleNamespace(cuda=lambda index: moved.append(index) or chunk, modules=lambda: ())
+    chunk = SimpleNamespace(
+        cuda=lambda index: moved.append(index) or chunk, modules=lambda: (), rotary_pos_emb=None
+    )
     cuda.setattr(model, "HiddenStates", lambda **_: chunk)
     cuda.setattr(model, "block_spec", lambda *_, **__: None)
     for end in ("first", "last"):

@@ -27,7 +27,8 @@ def config(kind: str, **more: Any) -> Any:
     name = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3"}.get(
         kind, kind.lower()
     )
-    return getattr(transformers, f"{kind}Config")(**(SMALL | TINY[name] | more))
+    of_text = "Gemma3Text" if kind == "Gemma3" else kind
+    return getattr(transformers, f"{of_text}Config")(**(SMALL | TINY[name] | more))
 
 
 def read(kind: str, **more: Any) -> Any:
@@ -41,6 +42,15 @@ def test_options_of_each_family() -> None:
     assert (read("Llama").head_dim, read("Llama").rope_type) == (16, "llama3")
     assert (read("Qwen3Moe").num_experts, read("Qwen3Moe").expert_ffn_hidden_size) == (4, 48)
     assert (read("Mixtral").num_experts, read("Mixtral").expert_ffn_hidden_size) == (4, 96)
+    window = dict(use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    for kind, more in (("Mistral", dict(sliding_window=16)), ("Mixtral", dict(sliding_window=16))):
+        assert (read(kind, **more).window, read(kind).windowed) == (16, ())
+    for kind in ("Qwen2", "Qwen3", "Qwen3Moe"):
+        assert set(read(kind, **window).windowed) == {True} and not read(kind).windowed
+    assert not read("Qwen2", **window | dict(max_window_layers=4)).windowed
+    gemma = read("Gemma3", layer_types=None, num_hidden_layers=8)
+    assert [n for n in range(8) if not gemma.windowed[n]] == [5]
+    assert (gemma.rope_theta, gemma.local_rope_theta, gemma.embedding_scale) == (1e6, 1e4, 8.0)
     glm = read("Glm4Moe", n_shared_experts=2, use_qk_norm=False, attention_bias=False)
     assert (glm.num_experts, glm.expert_ffn_hidden_size, glm.shared_ffn_hidden_size) == (4, 48, 96)
     assert (glm.qk_norm, glm.qkv_bias, glm.rotary_share) == (False, False, 0.5)
