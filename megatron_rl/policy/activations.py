@@ -38,9 +38,9 @@ def layer_activations(
     ``element``: bytes of a number; ``fused``: layers of Transformer Engine (else megatron's own
     with torch's norm and attention).
 
-    Per token: for each of two norms its input and its output (unfused, in 16 bits: the input twice
-    in float32, and the output), latent vectors before and after their norms, queries, keys, values
-    and the attention's output (unfused: that twice, and the rotary tables), and
+    Per token: for each of two norms, or four, its input and its output (unfused, in 16 bits: the
+    input twice in float32, and the output), latent vectors before and after their norms, queries,
+    keys, values and the attention's output (unfused: that twice, and the rotary tables), and
     ``feed_forward_activations``. Tensor ranks share what they split; with sequence parallelism also
     the norms. Full recomputation keeps the layer's input only. With selective recomputation fused
     layers run the second norm again too, and keep its input only.
@@ -52,7 +52,7 @@ def layer_activations(
     norm_bytes = 2 * element
     if not fused and element < FLOAT32_BYTES:
         norm_bytes = 2 * FLOAT32_BYTES + element
-    norms = 2 * arch.hidden_size * norm_bytes / shared
+    norms = (4 if arch.output_norms else 2) * arch.hidden_size * norm_bytes / shared
     if parallel.recompute == "selective" and fused:
         norms -= arch.hidden_size * element / shared
     query_widths = 2 if fused else 3

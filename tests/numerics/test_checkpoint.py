@@ -43,6 +43,8 @@ CASES = {
         Case("first_dense", {"expert": 2, **SHARDED}, model="glm4_moe"),
         Case("first_dense_bf16", {"expert": 2}, "bfloat16", model="glm4_moe"),
         Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
+        Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
+        Case("windows_bf16", {"pipeline": 2}, "bfloat16", model="gemma3"),
     ],
     4: [
         Case("adapters_dp2", {"tensor": 2, **SHARDED}, lora=LORA),
@@ -75,6 +77,7 @@ RESHAPES = [
     ("experts", Case("ep2", {"expert": 2}, model="qwen3_moe")),
     ("first_dense", Case("pp2", {"pipeline": 2, **SHARDED}, model="glm4_moe")),
     ("latent", Case("pp2", {"pipeline": 2}, model="deepseek_v3")),
+    ("windows", Case("pp2", {"pipeline": 2}, model="gemma3")),
 ]
 
 # Checkpoint of one case read into another layout, by number of ranks, and written again.

@@ -19,7 +19,7 @@ from tests.numerics.small_policy import SHARDED, Case, build
 from tests.ranks import call, on_ranks
 from tools.convert_checkpoint import main, to_hf, to_megatron
 
-NAMES = ("llama", "qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3")
+NAMES = ("llama", "qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gemma3")
 # Layouts into which the weights of a converted checkpoint are read.
 CASES = [
     Case("tp2", {"tensor": 2}),
@@ -28,6 +28,7 @@ CASES = [
     Case("ep2", {"expert": 2}, model="qwen3_moe"),
     Case("first_dense", {"pipeline": 2}, model="glm4_moe"),
     Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
+    Case("windows", {"pipeline": 2}, model="gemma3"),
 ]
 # Layouts that write a checkpoint of their own.
 TRAINED = [
@@ -35,6 +36,7 @@ TRAINED = [
     Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
     Case("first_dense", {"expert": 2, **SHARDED}, model="glm4_moe"),
     Case("latent", {"pipeline": 2}, model="deepseek_v3"),
+    Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
 ]
 
 

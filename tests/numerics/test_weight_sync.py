@@ -25,6 +25,7 @@ UPDATES = (
     "filled_by_first_sync llama",
     "filled_by_first_sync qwen3_moe",
     "filled_by_first_sync gemma3",
+    "filled_by_first_sync mistral_window",
     "filled_by_first_sync glm4_moe",
     "filled_by_first_sync deepseek_v3",
     "filled_by_first_sync moonlight",

@@ -349,6 +349,8 @@ if __name__ == "__main__":
         "deepseek_v3",
         "moonlight",
         "qwen3_yarn",
+        "gemma3",
+        "mistral_window",
         "qwen3",
         "qwen2_tied",
         "llama",

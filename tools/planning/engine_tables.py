@@ -19,7 +19,17 @@ from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (
+    "deepseek_v3",
+    "gemma3_text",
+    "glm4_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
@@ -51,6 +61,7 @@ class ModelShape:
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    output_norms: bool = False  # also behind attention and feed-forward part
     experts: int = 0  # 0 = dense
     moe_ffn: int = 0
     shared_ffn: int = 0  # 0 = no shared expert
@@ -81,6 +92,7 @@ class ModelShape:
             tied=arch.tied_embeddings,
             qkv_bias=arch.qkv_bias,
             qk_norm=arch.qk_norm,
+            output_norms=arch.output_norms,
             experts=arch.num_experts,
             moe_ffn=arch.expert_ffn_hidden_size,
             shared_ffn=arch.shared_ffn_hidden_size,
@@ -331,6 +343,8 @@ class _Worker:
         self.table.columns(name, full, self.tp_rank * width, width, name)
         self.same_name("input_layernorm", (model.hidden,))
         self.same_name("post_attention_layernorm", (model.hidden,))
+        for place in ("pre", "post") if model.output_norms else ():
+            self.same_name(f"{place}_feedforward_layernorm", (model.hidden,))
 
     def _kv_heads(self) -> tuple[int, int]:
         """First key-value head of the worker, and how many it has."""

@@ -31,6 +31,7 @@ FAMILIES = (
     "mixtral",
     "glm4_moe",
     "deepseek_v3",
+    "gemma3_text",
 )
 
 
@@ -68,7 +69,8 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         vocab=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings")),
         qkv_bias=family.startswith("qwen2") or (is_glm and config["attention_bias"]),
-        qk_norm=family.startswith("qwen3") or (is_glm and config["use_qk_norm"]),
+        qk_norm=family.startswith(("qwen3", "gemma3")) or (is_glm and config["use_qk_norm"]),
+        output_norms=family == "gemma3_text",
         dtype=dtype,
         latent=latent,
         **_expert_sizes(config),
@@ -285,8 +287,15 @@ class _RankTable:
         model = self.model
         norm = "input_layernorm.weight"
         self.lines.whole(norm, (model.hidden,), norm)
-        norm = "post_attention_layernorm.weight"
-        self.lines.whole(norm, (model.hidden,), "pre_mlp_layernorm.weight")
+        places = [("post_attention", "pre_mlp_layernorm")]
+        if model.output_norms:
+            places = [
+                ("post_attention", "self_attn_bda.norm"),
+                ("pre_feedforward", "pre_mlp_layernorm"),
+                ("post_feedforward", "mlp_bda.norm"),
+            ]
+        for norm, key in places:
+            self.lines.whole(f"{norm}_layernorm.weight", (model.hidden,), f"{key}.weight")
 
     def _query_key_value(self) -> None:
         model = self.model
