@@ -314,7 +314,7 @@ def windows(hf: Any) -> dict[str, Any]:
 
 def require_equal_layers(hf: Any) -> None:
     """Raises ValueError for a family of Qwen in which some layers have windows, not all."""
-    if len(set(hf.layer_types)) > 1:
+    if len(set(getattr(hf, "layer_types", None) or ())) > 1:
         raise ValueError(
             f"config.json of {hf.model_type}: max_window_layers is {hf.max_window_layers} of"
             f" {hf.num_hidden_layers} layers; vLLM serves windows in all layers of this family or"

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
 )
@@ -17,10 +19,11 @@ from transformers import (
 from megatron_rl.models.deepseek_v3 import ROUTER
 from tests.e2e.toy import SIZES, overrides, rows, write_data, write_tokenizer
 from tests.launch import launch
-from tests.zoo import YARN
+from tests.zoo import TWO_BASES, YARN
 
 STEPS = 20
 EXPERT = ("parallel.tensor=1", "parallel.expert=2", "rollout.tensor=1")
+LONG = "rollout.max_response_tokens=4"  # beyond a window
 NATS = {"moonlight": 3e-5}  # else 1e-5; one token of step 12 differs by 2e-5, means are below 1e-6
 
 
@@ -46,18 +49,28 @@ LATENT: dict[str, Any] = dict(
 )
 
 
+GEMMA: dict[str, Any] = dict(
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    sliding_window=2,
+    query_pre_attn_scalar=24,
+    rope_parameters=TWO_BASES,
+)
 PLAIN: dict[str, Any] = dict(q_lora_rank=None, n_group=1, topk_group=1)
 
 
 def write_model(family: str, path: Path) -> None:
-    """Three layers, the first one dense; the bias decides about experts too."""
+    """Three layers; where there are experts, the first one is dense, and the bias decides about
+    them too."""
     write_tokenizer(path)
     torch.manual_seed(0)
-    sizes = SIZES | EXPERTS | dict(num_hidden_layers=3)
+    layers = dict(num_hidden_layers=3)
+    sizes = SIZES | EXPERTS | layers
     model: torch.nn.Module
     if family == "glm4_moe":
         config = Glm4MoeConfig(**sizes, attention_bias=True, use_qk_norm=True)
         model = Glm4MoeForCausalLM(config).float()
+    elif family == "gemma3":
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | layers | GEMMA)).float()
     else:
         more = LATENT | (dict(rope_parameters=YARN) if family == "deepseek_v3" else PLAIN)
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | more)).float()
@@ -79,6 +92,8 @@ def write_model(family: str, path: Path) -> None:
         ("deepseek_v3", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
         ("deepseek_v3", EXPERT),
         ("moonlight", EXPERT),
+        ("gemma3", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", LONG)),
+        ("gemma3", ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1", LONG)),
     ],
     ids=[
         "glm-tensor",
@@ -87,6 +102,8 @@ def write_model(family: str, path: Path) -> None:
         "deepseek-tensor",
         "deepseek-expert",
         "moonlight-expert",
+        "gemma-tensor",
+        "gemma-context",
     ],
 )
 def test_it_learns_what_its_engine_samples(

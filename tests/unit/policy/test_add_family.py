@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GptOssConfig, Olmo2Config, SeedOssConfig
+from transformers import Llama4TextConfig, Olmo2Config, SeedOssConfig
 
 from megatron_rl.models.parameter_map import hf_names
 from tests.launch import REPO
@@ -56,10 +56,11 @@ def test_what_no_family_has_is_named(tmp_path: Path) -> None:
 
 
 def test_what_all_refuse_gets_no_skeleton(tmp_path: Path) -> None:
-    more = dict(num_local_experts=4, head_dim=16, architectures=["GptOssForCausalLM"])
-    GptOssConfig(**SIZES, **more).save_pretrained(tmp_path)
+    """Llama 4 has layers whose tokens see those of a chunk."""
+    more = dict(num_local_experts=4, head_dim=16, architectures=["Llama4ForCausalLM"])
+    Llama4TextConfig(**SIZES, **more, intermediate_size_mlp=96).save_pretrained(tmp_path)
     said = ask(tmp_path)
-    assert "  MistralForCausalLM: refuses: config.json of gpt_oss: sliding_window is 128" in said
+    assert "  MistralForCausalLM: refuses: config.json of llama4_text: layer_types is" in said
     assert said.endswith(
         "Each of them refuses it: begin with the guide, .github/guides/family.md\n"
     )
