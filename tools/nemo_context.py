@@ -67,14 +67,9 @@ def model_call(arch: Architecture, hf: Any, dtype: torch.dtype, has_tokenizer: b
         )
     model, config = FAMILIES[arch.family]
     module = f"{MODELS}.{model.lower()}"
-    if arch.rope_type == "yarn":
-        raise ValueError(
-            f"NeMo 2 has no rope type 'yarn' for {arch.family!r}. Use to-megatron instead"
-        )
-    if arch.windowed:
-        raise ValueError(
-            f"{arch.family!r} with a window is not written for NeMo 2. Use to-megatron instead"
-        )
+    if arch.rope_type == "yarn" or arch.windowed:
+        what = "a window" if arch.windowed else "rope type 'yarn'"
+        raise ValueError(f"NeMo 2: {arch.family!r} with {what}. Use to-megatron instead")
     if arch.rope_type == "llama3":
         if arch.family != "llama":
             raise ValueError(

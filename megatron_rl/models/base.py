@@ -309,14 +309,10 @@ def windows(hf: Any) -> dict[str, Any]:
             f"config.json of {hf.model_type}: sliding_window is {size}, and layers have windows;"
             " correct it, or give another model"
         )
-    return dict(window=size, windowed=tuple(each == "sliding_attention" for each in types))
-
-
-def require_equal_layers(hf: Any) -> None:
-    """Raises ValueError for a family of Qwen in which some layers have windows, not all."""
-    if len(set(getattr(hf, "layer_types", None) or ())) > 1:
+    if hasattr(hf, "max_window_layers") and len(set(types)) > 1:  # Qwen2 and Qwen3
         raise ValueError(
             f"config.json of {hf.model_type}: max_window_layers is {hf.max_window_layers} of"
             f" {hf.num_hidden_layers} layers; vLLM serves windows in all layers of this family or"
             " in none, give another model"
         )
+    return dict(window=size, windowed=tuple(each == "sliding_attention" for each in types))

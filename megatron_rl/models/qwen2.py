@@ -9,12 +9,10 @@ from megatron_rl.models.base import (
     Architecture,
     Family,
     common,
-    require_equal_layers,
 )
 
 
 def read(hf: Any) -> Architecture:
-    require_equal_layers(hf)
     return common(hf, qkv_bias=True, layer_slots=ATTENTION + QKV_BIAS + DENSE_MLP)
 
 

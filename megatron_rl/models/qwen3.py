@@ -10,13 +10,11 @@ from megatron_rl.models.base import (
     Family,
     common,
     refuse,
-    require_equal_layers,
 )
 
 
 def read(hf: Any) -> Architecture:
     refuse(hf, {"attention_bias": (False,)})
-    require_equal_layers(hf)
     return common(hf, qk_norm=True, layer_slots=ATTENTION + QK_NORM + DENSE_MLP)
 
 

@@ -85,23 +85,23 @@ def gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-def fused_kernels(experts: bool, plain_rotary: bool, silu: bool) -> dict[str, Any]:
+def fused_kernels(arch: Architecture) -> dict[str, Any]:
     """megatron's fused kernels: on with layers of Transformer Engine, off with megatron's own.
 
     The fused rotary kernel reads the boundaries of packed sequences on the device; the plain way
-    fetches them to the host in every layer, and alone takes angles of every token
-    (``plain_rotary``: of images, and of latent attention).
-    ``bias_activation_fusion`` is the activation between the matrices of the feed-forward part, if
-    it is a ``silu``. The experts of a rank become one layer with numbered weights (see
-    ``weights.GROUPED_EXPERT``).
-    Gradients of matrices are added to ``main_grad`` by the product itself, without apex; with
-    megatron's own layers on a GPU that takes apex.
+    fetches them to the host in every layer, and alone takes angles of every token (of images, and
+    of latent attention).
+    ``bias_activation_fusion`` is the activation between the matrices of the feed-forward part,
+    which has a kernel for SiLU. The experts of a rank become one layer with numbered weights (see
+    ``weights.GROUPED_EXPERT``). Gradients of matrices are added to ``main_grad`` by the product
+    itself, without apex; with megatron's own layers on a GPU that takes apex.
     """
     on = this_machine().transformer_engine is not None
+    experts = arch.num_experts > 0
     with_apex = torch.cuda.is_available() and layers._grad_accum_fusion_available
     return dict(
-        apply_rope_fusion=on and not plain_rotary,
-        bias_activation_fusion=on and silu,
+        apply_rope_fusion=on and not (arch.mrope_section or arch.latent),
+        bias_activation_fusion=on and arch.activation == "silu",
         moe_permute_fusion=on and experts,
         moe_grouped_gemm=on and experts,
         gradient_accumulation_fusion=on or with_apex,
@@ -219,11 +219,7 @@ def transformer_config(
         use_cpu_initialization=on_cpu,
         perform_initialization=False,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        **fused_kernels(
-            arch.num_experts > 0,
-            plain_rotary=bool(arch.mrope_section or arch.latent),
-            silu=arch.activation == "silu",
-        ),
+        **fused_kernels(arch),
         **recomputation(arch, parallel, precision),
         **model_fields(precision, arch.num_experts),
     )
@@ -280,7 +276,7 @@ def keep_biases(model: torch.nn.Module) -> None:
             module._maintain_float32_expert_bias()
 
 
-def set_frequencies(angles: torch.nn.Module, arch: Architecture, hf: Any) -> None:
+def set_frequencies(angles: Any, arch: Architecture, hf: Any) -> None:
     """Scaled frequencies in the place of megatron's plain ones; behind them those of the layers
     with windows, where they are others: see ``TwoBasesAttention``."""
     if arch.rope_type != "default":

@@ -137,8 +137,8 @@ def fused(**kernels: bool) -> Iterator[None]:
     """The named kernels of megatron switched on."""
     plain = model_room.fused_kernels
 
-    def chosen(*given: bool, **named: bool) -> dict[str, Any]:
-        return plain(*given, **named) | kernels
+    def chosen(arch: Any) -> dict[str, Any]:
+        return plain(arch) | kernels
 
     with mock.patch.object(model_room, "fused_kernels", chosen):
         yield

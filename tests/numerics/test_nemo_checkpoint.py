@@ -218,7 +218,7 @@ def test_what_nemo_cannot_hold_is_refused_by_name(folder, tmp_path):
         nemo_context.model_call(
             replace(arch, family="gpt_oss"), hf, torch.float32, has_tokenizer=False
         )
-    with pytest.raises(ValueError, match="'qwen2' with a window is not written for NeMo 2"):
+    with pytest.raises(ValueError, match="NeMo 2: 'qwen2' with a window"):
         windowed = replace(arch, window=4, windowed=(True,) * 4)
         nemo_context.model_call(windowed, hf, torch.float32, has_tokenizer=False)
     source = tmp_path / "scaled"

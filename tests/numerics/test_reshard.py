@@ -40,6 +40,7 @@ NIGHTLY = {
         "deepseek_v3:tensor=2",
         "moonlight:expert=2",
         "gemma3:tensor=2",
+        "mistral_window:tensor=2",
         "qwen3:",
         "qwen2_tied:pipeline=2",
         "qwen3:tensor=2",

@@ -268,8 +268,8 @@ def both_layouts() -> None:
     """A checkpoint of experts that are modules of their own is read into grouped ones."""
     fused = model_room.fused_kernels
 
-    def single(*given: bool, **named: bool) -> dict[str, Any]:
-        return fused(*given, **named) | {"moe_grouped_gemm": False}
+    def single(arch: Any) -> dict[str, Any]:
+        return fused(arch) | {"moe_grouped_gemm": False}
 
     with mock.patch.object(model_room, "fused_kernels", single):
         policy = build("moe", "precision=bf16")

@@ -19,17 +19,8 @@ from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
 
-FAMILIES = (
-    "deepseek_v3",
-    "gemma3_text",
-    "glm4_moe",
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)
+FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "llama", "mistral", "mixtral")
+FAMILIES += ("qwen2", "qwen3", "qwen3_moe")
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
