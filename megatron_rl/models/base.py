@@ -106,6 +106,8 @@ class Architecture(ModelSizes):
     ``[experts, in, out]``, the rows of gate before those of up.
 
     Attributes:
+        biased: linear layers and routers have biases, attention has sinks, and experts a clamped
+            gated unit (GPT-OSS).
         num_dense_layers: how many layers, the first ones, have ``dense_slots`` in place of
             ``layer_slots`` and experts.
         num_unread_layers: of a checkpoint, behind the last one: they predict further tokens.
@@ -142,6 +144,7 @@ class Architecture(ModelSizes):
     layer_slots: tuple[Slot, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
+    biased: bool = False
     experts_per_token: int = 0
     expert_slots: tuple[Slot, ...] = ()
     expert_prefix: str = ""

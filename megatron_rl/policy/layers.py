@@ -23,6 +23,7 @@ from megatron_rl.policy.passes.attention import (
     RMSNorm,
     TwoBasesAttention,
 )
+from megatron_rl.policy.passes.biased_experts import set_experts
 from megatron_rl.policy.passes.latent_attention import LatentSelfAttention, WholeLinear
 
 
@@ -39,6 +40,8 @@ def block_spec(
         if arch.output_norms:
             add = ModuleSpec(NormedAdd, params={"norm": norm, "config": config})
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
+        if arch.biased:
+            set_experts(layer)
         if arch.local_rope_theta is not None:
             layer.submodules.self_attention.module = TwoBasesAttention
         specs[kind] = layer

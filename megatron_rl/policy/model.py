@@ -22,6 +22,7 @@ from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.adapters import add_adapters
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.layers import block_spec
+from megatron_rl.policy.passes.biased_experts import bias_fields
 from megatron_rl.policy.passes.latent_attention import set_packed_angles
 from megatron_rl.policy.passes.vision import add_tower, embed, set_image_angles, set_tower_angles
 from megatron_rl.policy.precision import model_fields
@@ -225,6 +226,8 @@ def transformer_config(
     )
     if arch.num_experts:
         fields |= expert_fields(arch, parallel)
+    if arch.biased:
+        fields |= bias_fields()
     if arch.windowed:
         fields |= window_fields(arch, parallel)
     if arch.attention_factor != 1.0 or arch.query_scalar is not None:

@@ -127,7 +127,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     for key, parameter in model.named_parameters():
         prefix = key.replace(".mlp.", ".block_sparse_moe.") if mixtral else key
         fused = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", prefix)
-        if not fused:
+        if not fused or model.config.model_type == "gpt_oss":
             found[prefix] = parameter.grad
             continue
         for expert, gradient in enumerate(parameter.grad):

@@ -166,8 +166,9 @@ def after_update(
     }
     for key, weight in weights.items():
         weight.grad = wanted["gradients"][key].clone()
-    decayed = [weight for weight in weights.values() if weight.dim() > 1]
-    plain = [weight for weight in weights.values() if weight.dim() == 1]
+    is_plain = {key: weight.dim() == 1 or key.endswith("bias") for key, weight in weights.items()}
+    decayed = [weight for key, weight in weights.items() if not is_plain[key]]
+    plain = [weight for key, weight in weights.items() if is_plain[key]]
     settings = dict(lr=OPTIM.learning_rate, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps)
     groups = [
         {"params": decayed, "weight_decay": OPTIM.weight_decay},

@@ -18,9 +18,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
+from megatron_rl.policy.passes.biased_experts import with_sinks
 from megatron_rl.policy.passes.vision import PlacedImages
 from megatron_rl.runtime.device import to_device
 
@@ -239,7 +243,8 @@ class PackedAttention(MegatronModule):
     """Causal attention inside each packed sequence.
 
     Query, key and value are ``[tokens, heads, head_dim]``. In a layer with a ``window`` a query
-    sees that many tokens, itself included; None: all before it.
+    sees that many tokens, itself included; None: all before it. With sinks the softmax of a head
+    has one more term in its denominator, ``exp(sink)``.
     """
 
     def __init__(
@@ -267,6 +272,22 @@ class PackedAttention(MegatronModule):
         size, layers = config.window_size, config.window_attn_skip_freq
         has_window = is_layer_window_attention(size, layers, layer_number)
         self.window: int | None = size[0] + 1 if has_window else None
+        self.softmax_offset = None  # megatron's name of the sinks
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -287,11 +308,15 @@ class PackedAttention(MegatronModule):
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """``[sequences, tokens, heads, head_dim]`` in and out."""
+        tokens, size = query.shape[1], query.shape[-1]
+        if self.softmax_offset is not None:
+            of_heads = (query, key, value, mask)
+            query, key, value, mask = with_sinks(self.softmax_offset, self.scale, *of_heads)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         settings = dict(is_causal=mask is None, scale=self.scale, enable_gqa=grouped)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **settings)
-        return out.transpose(1, 2)
+        return out.transpose(1, 2)[:, -tokens:, :, :size]
 
     def _sequences(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
         groups, restore = packing.groups
