@@ -123,7 +123,7 @@ class VllmEngine:
         with self._working() as llm:
             reason = llm.collective_rpc("unreached", args=(self._expected,))[0]
             if not lazy_loading.all_reached(reason):
-                llm.collective_rpc("load_files")
+                llm.collective_rpc("load_files", args=(self._expected,))
                 self._is_filled = True
 
     def _build(self, model_path: str, launch_id: str) -> tuple[EngineStream, LLM]:
@@ -256,7 +256,8 @@ class VllmEngine:
         # leaves the old weights in place.
         first = next(checked)
         with self._updating(version) as llm:
-            llm.collective_rpc("receive_weights", args=(chain([first], checked),))
+            received = (chain([first], checked), self._expected)
+            llm.collective_rpc("receive_weights", args=received)
             if confirm is not None:
                 confirm()
 

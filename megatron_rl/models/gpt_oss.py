@@ -1,8 +1,8 @@
-"""GPT-OSS: attention with sinks, windows in every other layer, biases throughout, and experts with a
-clamped gated unit, those of a layer in one tensor ``[experts, in, out]``.
+"""GPT-OSS: attention with sinks, windows in every other layer, biases throughout, and experts with
+a clamped gated unit, those of a layer in one tensor ``[experts, in, out]``.
 
-Gate and up alternate there by rows of ``out``; the policy keeps that order, and its activation reads
-it (``passes/biased_experts.py``).
+Gate and up alternate there along ``out``; the policy keeps that order, and its activation reads it
+(``passes/biased_experts.py``).
 """
 
 from typing import Any

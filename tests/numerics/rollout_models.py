@@ -97,6 +97,16 @@ FAMILIES = {
         "rope_parameters": TWO_BASES,
     },
     "mistral_window": {"head_dim": 32, "sliding_window": 6, "tie_word_embeddings": False},
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "intermediate_size": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": YARN2 | {"truncate": False},
+        "tie_word_embeddings": False,
+    },
     "mixtral": {
         "head_dim": 32,
         "num_local_experts": 4,

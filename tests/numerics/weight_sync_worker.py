@@ -348,6 +348,7 @@ if __name__ == "__main__":
         "glm4_moe",
         "deepseek_v3",
         "moonlight",
+        "gpt_oss",
         "qwen3_yarn",
         "gemma3",
         "mistral_window",

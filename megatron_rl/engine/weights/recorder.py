@@ -28,9 +28,10 @@ def record_shards(
     shapes: Mapping[str, tuple[int, ...]],
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
-) -> list[Shard]:
+) -> tuple[list[Shard], set[str]]:
     """The shards of the tensors ``shapes`` that ``load`` copies into ``parameters``, in the order
-    of the copies. Nothing is copied.
+    of the copies, and the parameters into which it copies a tensor that it has made zero (a bias
+    that another rank adds). Nothing is copied.
 
     ``load`` gets tensors of ``dtype`` on the meta device. Raises UndiscoveredError, which names the
     tensor that cannot be followed.
@@ -50,7 +51,7 @@ def record_shards(
         raise UndiscoveredError(
             f"the loader of the engine cannot be watched at {recorder.latest}: {error}"
         ) from error
-    return recorder.shards
+    return recorder.shards, recorder.zeroed
 
 
 class _Recorder(TorchDispatchMode):
@@ -59,7 +60,11 @@ class _Recorder(TorchDispatchMode):
         self.parameters = {_storage(tensor): (key, tensor) for key, tensor in parameters.items()}
         # Keeps the tensors, so that no storage is mistaken for another.
         self.sources: dict[int, tuple[str, Tensor]] = {}
+        # Copies of views of sources (``contiguous``), each with its view.
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.shards: list[Shard] = []
+        self.zeros: set[int] = set()  # sources
+        self.zeroed: set[str] = set()
         self.latest = "the start"
 
     def source(self, name: str, tensor: Tensor) -> Tensor:
@@ -71,13 +76,22 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         target = args[0] if args and isinstance(args[0], Tensor) else None
-        if target is None or not func._schema.is_mutable or _storage(target) not in self.parameters:
-            return func(*args, **(kwargs or {}))
-        key, parameter = self.parameters[_storage(target)]
+        is_change = target is not None and func._schema.is_mutable
         aten = torch.ops.aten
+        if is_change and _storage(target) in self.sources:
+            self._make_zero(func, target)
+            return target
+        if not is_change or _storage(target) not in self.parameters:
+            result = func(*args, **(kwargs or {}))
+            if func is aten.clone.default and _storage(target) in self.sources:
+                self.copies[_storage(result)] = (result, target)
+            return result
+        key, parameter = self.parameters[_storage(target)]
         # From here on nothing is called: there are no data, and the parameters stay as they are.
         if func is aten.copy_.default:
-            if target.numel():  # a shard of the vocabulary may be padding throughout
+            if _storage(args[1]) in self.zeros:
+                self.zeroed.add(key)
+            elif target.numel():  # a shard of the vocabulary may be padding throughout
                 self.shards.append(self._shard(key, parameter, target, args[1]))
             return target
         fills = (aten.fill_.Scalar, aten.fill_.Tensor)
@@ -88,8 +102,17 @@ class _Recorder(TorchDispatchMode):
             )
         return target
 
+    def _make_zero(self, func: Any, source: Tensor) -> None:
+        name, whole = self.sources[_storage(source)]
+        if func is not torch.ops.aten.zero_.default or _layout(source) != _layout(whole):
+            raise UndiscoveredError(f"the loader of the engine changes {name} by {func}")
+        self.zeros.add(_storage(source))
+
     def _shard(self, key: str, parameter: Tensor, target: Tensor, source: Tensor) -> Shard:
         """What a copy of ``source`` into ``target``, a view of ``parameter``, says of the two."""
+        copy, view = self.copies.get(_storage(source), (source, source))
+        if _layout(copy) == _layout(source):
+            source = view
         if _storage(source) not in self.sources:
             raise UndiscoveredError(
                 f"the loader of the engine computes what it copies into {key} at {self.latest}"
@@ -141,6 +164,10 @@ def _sliced_axes(source: Tensor, whole: Tensor) -> dict[int, int] | None:
     if any(step not in axis_of for _, step in longer):
         return None
     return {axis_of[step]: size for size, step in longer}
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,7 +1,8 @@
 """Runs inside the engine's worker: the receiving end of a weight update."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from megatron_rl.engine.routed_experts import SlotExperts
 from megatron_rl.engine.weights.recorder import UndiscoveredError, partly_filled, record_shards
 from megatron_rl.errors import first_few
+from megatron_rl.models.parameter_map import part_of, tensor_slices
 from megatron_rl.protocols import Transfer
 from megatron_rl.types import Shard
 
@@ -25,27 +27,30 @@ class ShardReceiver:
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.model = model
         self.vllm_config = vllm_config
+        self.shards: list[Shard] = []
         self.keys: set[str] = set()
         self.padded: set[str] = set()
+        self.unseen: set[str] = set()  # keys that are loaded past vLLM's reload
         self.forms: dict[str, Tensor] = {}  # of each key, while it is loaded; without memory
 
     def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts
         them. The weights stay."""
         with _reloading(self.vllm_config, self.model, complete=False):
-            shards = record_shards(
+            self.shards, zeroed = record_shards(
                 self.model.load_weights,
                 shapes,
                 dict(loadable(self.model)),
                 self.vllm_config.model_config.dtype,
             )
             tensors = dict(loadable(self.model))
-            self.keys = {shard.key for shard in shards}
-            self.padded = partly_filled(shards, tensors)
+            self.keys = {shard.key for shard in self.shards}
+            self.padded = partly_filled(self.shards, tensors) | zeroed
+            self.unseen = self.keys - set(seen_by_reload(self.model))
             self.forms = {
                 key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys
             }
-        return shards
+        return self.shards
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """The weights of the model that no HF tensor of ``shapes`` is loaded into: they keep the
@@ -60,7 +65,8 @@ class ShardReceiver:
             name: names[id(tensor)]
             for name, tensor in self.model.named_parameters(remove_duplicate=False)
         }
-        reached = {shard.key for shard in self.discover(shapes)}
+        self.discover(shapes)
+        reached = self.keys | self.padded
         reached |= {same[key] for key in reached if key in same}
         with _reloading(self.vllm_config, self.model, complete=False):
             wanted = list(built_with_values(self.model))
@@ -72,6 +78,23 @@ class ShardReceiver:
 
         loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
         return loader.get_all_weights(self.vllm_config.model_config, self.model)
+
+    def receive_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights by HF-named whole tensors, of which the shards are cut."""
+        cut: dict[str, list[Shard]] = {}
+        left = Counter(shard.key for shard in self.shards)
+        for shard in self.shards:
+            cut.setdefault(shard.name, []).append(shard)
+
+        def transfer(parameter: Callable[[str], Tensor], written: Callable[[str], None]) -> None:
+            for name, whole in weights:
+                for shard in cut.get(name, ()):
+                    part_of(parameter(shard.key), shard).copy_(whole[tensor_slices(shard)])
+                    left[shard.key] -= 1
+                    if not left[shard.key]:
+                        written(shard.key)
+
+        self.receive(transfer)
 
     @torch.no_grad()
     def receive(self, transfer: Transfer) -> None:
@@ -138,19 +161,28 @@ class WeightReceiver:
         shown = ", ".join(first_few(names))
         return f"no tensor of the checkpoint is loaded into {shown}" if names else ""
 
-    def load_files(self) -> None:
+    def load_files(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Reads all weights from the files of the model."""
-        self.receive_weights(self.shard_receiver.stored())
+        self.receive_weights(self.shard_receiver.stored(), shapes)
 
     def receive_shards(self, transfer: Transfer) -> None:
         self.shard_receiver.receive(transfer)
 
-    def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by HF-named whole tensors; the worker keeps its own shard.
+    def receive_weights(
+        self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Replace all weights by HF-named whole tensors ``shapes``; the worker keeps its own shard.
 
         The engine may hold a tensor until every tensor of the same layer has come, so none may be
-        overwritten meanwhile.
+        overwritten meanwhile. The loader of GPT-OSS copies experts and sinks past vLLM's reload,
+        which would leave them as they are without a word.
         """
+        receiver = self.shard_receiver
+        if getattr(receiver.model, "is_3d_moe_weight", False):
+            receiver.discover(shapes)
+            if receiver.unseen:
+                receiver.receive_whole(weights)
+                return
         self.reload_weights(weights_iterator=weights)
         if self.device.type == "cpu":
             repack_cpu(self.model_runner.model)
@@ -253,6 +285,15 @@ def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def seen_by_reload(model: nn.Module) -> Iterator[str]:
+    """Names of what vLLM's reload has seen loaded, while it is open."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for path, layer in model.named_modules():
+        for name, _ in get_layerwise_info(layer).loaded_weights:
+            yield f"{path}.{name}"
+
+
 def processing_is_collective(vllm_config: Any) -> bool:
     """Whether a layer, when processed, may talk to the other workers of its engine.
 
@@ -294,9 +335,9 @@ class OpenLayers:
         if path not in self.opened:
             materialize_layer(layer, get_layerwise_info(layer))
             self.opened.add(path)
-            for padded in self.left[path]:
-                if f"{path}.{padded}" in self.padded:
-                    getattr(layer, padded).zero_()
+            for padded in self.padded:
+                if padded.rpartition(".")[0] == path:
+                    self.model.get_parameter(padded).zero_()
         return getattr(layer, name)
 
     def written(self, key: str) -> None:

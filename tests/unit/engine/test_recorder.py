@@ -47,7 +47,7 @@ class Worker:
 
 
 def recorded(worker: Worker) -> list[Shard]:
-    return record_shards(worker.load, SHAPES, worker.parameters, torch.float32)
+    return record_shards(worker.load, SHAPES, worker.parameters, torch.float32)[0]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -84,7 +84,7 @@ def test_the_parameters_are_not_written():
 
 def test_a_transposed_destination_has_its_strides():
     target = torch.zeros(4, 6)
-    (shard,) = record_shards(
+    (shard,), _ = record_shards(
         lambda weights: target.t().copy_(dict(weights)["q"]),
         {"q": (6, 4)},
         {"p": target},
@@ -99,7 +99,36 @@ def test_an_empty_copy_is_no_shard():
     def load(weights: Weights) -> None:
         target[:0].copy_(dict(weights)["q"].narrow(0, 6, 0))
 
-    assert record_shards(load, {"q": (6, 4)}, {"p": target}, torch.float32) == []
+    assert record_shards(load, {"q": (6, 4)}, {"p": target}, torch.float32) == ([], set())
+
+
+def test_copies_of_views_and_zeros_are_followed():
+    """As GPT-OSS is loaded: experts are turned first, and what another rank adds is zero."""
+    target = {"q": torch.zeros(2, 6), "bias": torch.full((4,), -1.0)}
+
+    def load(weights: Weights) -> None:
+        read = dict(weights)
+        target["q"].copy_(read["q"][:, 2:].t().contiguous())
+        target["bias"].copy_(read["norm"].zero_())
+
+    shapes = {"q": (6, 4), "norm": (4,)}
+    shards, zeroed = record_shards(load, shapes, target, torch.float32)
+    assert shards == [Shard("q", (6, 4), (0, 2), (6, 2), 0, (1, 6), "q", "float32")]
+    assert zeroed == {"bias"} and (target["bias"] == -1).all()
+
+
+def changed_before(target: Tensor, weights: Weights) -> None:
+    target.copy_(dict(weights)["q"].mul_(2))
+
+
+def partly_zero(target: Tensor, weights: Weights) -> None:
+    source = dict(weights)["q"]
+    source[:2].zero_()
+    target.copy_(source)
+
+
+def part_of_the_copy(target: Tensor, weights: Weights) -> None:
+    target[:2].copy_(dict(weights)["q"].t().contiguous().t()[:2])
 
 
 def computed(target: Tensor, weights: Weights) -> None:
@@ -135,6 +164,9 @@ def flattened(target: Tensor, weights: Weights) -> None:
         (filled, "changes p by aten.fill_.Scalar at q"),
         (looked_at, "cannot be watched at q"),
         (every_other_row, r"a view of q that is no slice of it: shape \(3, 4\)"),
+        (changed_before, "changes q by aten.mul_.Tensor"),
+        (partly_zero, "changes q by aten.zero_.default"),
+        (part_of_the_copy, "computes what it copies into p at q"),
         (flattened, r"a view of q that is no slice of it: shape \(24,\)"),
     ],
 )

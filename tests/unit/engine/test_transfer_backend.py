@@ -142,7 +142,7 @@ def test_weights_are_received_under_the_settings_of_the_engine():
 
     worker = object.__new__(type("EngineWorker", (WeightReceiver, Worker), {}))
     worker.vllm_config, worker.device = object(), SimpleNamespace(type="cuda")
-    worker.model_runner = SimpleNamespace(reload_weights=reload)
+    worker.model_runner = SimpleNamespace(reload_weights=reload, model=None)
     weights = iter([])
-    worker.receive_weights(weights)
+    worker.receive_weights(weights, {})
     assert seen == [(worker.vllm_config, weights)]
