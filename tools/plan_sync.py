@@ -57,6 +57,7 @@ def _sizes(family: str, architecture: str, *sizes: int, **more: int | bool) -> d
 
 
 QWEN2 = ("qwen2", "Qwen2ForCausalLM")
+GPT_OSS = ("gpt_oss", "GptOssForCausalLM")
 PRESETS = {
     "7b": _sizes("llama", "LlamaForCausalLM", 32, 4096, 11008, 32, 32, 32000),  # Llama 2 7B
     "qwen2.5-7b": _sizes(*QWEN2, 28, 3584, 18944, 28, 4, 152064),
@@ -82,6 +83,9 @@ PRESETS = {
         routed_scaling_factor=2.5,
         partial_rotary_factor=0.5,
     ),
+    # What is not here is in transformers: windows, YaRN, head size, experts per token.
+    "gpt-oss-20b": _sizes(*GPT_OSS, 24, 2880, 2880, 64, 8, 201088, num_local_experts=32),
+    "gpt-oss-120b": _sizes(*GPT_OSS, 36, 2880, 2880, 64, 8, 201088, num_local_experts=128),
     "deepseek-v3": _sizes(
         *("deepseek_v3", "DeepseekV3ForCausalLM", 61, 7168, 18432, 128, 128, 129280),
         **deepseek_v3.ROUTER,

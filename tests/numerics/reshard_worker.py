@@ -21,7 +21,7 @@ from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.gather import GatherSync
-from megatron_rl.weight_sync.planner.shards import expand
+from megatron_rl.weight_sync.planner.shards import collect, expand
 from tests.numerics import reshard_faults
 from tests.numerics import rollout_models as small
 from tests.numerics.reshard_parts import (
@@ -88,7 +88,7 @@ def check_shards(
         (sources, train_shards(shape, train, WORLD.rank)),
         (targets, rollout_shards(shape, rollout, WORLD.rank)),
     ):
-        assert set(map(place, expand(table))) == set(map(place, live))
+        assert set(map(place, expand(table))) == set(map(place, expand(collect(live))))
     whole = dict(policy.gathered_weights())
     for shard in sources:
         parameter = policy.weight(shard.key).detach()

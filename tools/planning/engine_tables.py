@@ -8,19 +8,18 @@ have. No tensor is allocated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_rl.config.rules.layout_rules import engine_stages
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.base import Architecture, LatentAttention
-from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
+from tools.planning.shard_table import ShardTable, divide
 
-FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "llama", "mistral", "mixtral")
-FAMILIES += ("qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama")
+FAMILIES += ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
@@ -56,6 +55,7 @@ class ModelShape:
     experts: int = 0  # 0 = dense
     moe_ffn: int = 0
     shared_ffn: int = 0  # 0 = no shared expert
+    biased: bool = False  # biases, sinks and experts of GPT-OSS
     router_bias: bool = False  # as GLM-4.5: no gate before the shared expert then
     latent: LatentAttention | None = None
     dense_layers: tuple[int, ...] = ()  # with an ordinary feed-forward, where others have experts
@@ -87,6 +87,7 @@ class ModelShape:
             experts=arch.num_experts,
             moe_ffn=arch.expert_ffn_hidden_size,
             shared_ffn=arch.shared_ffn_hidden_size,
+            biased=arch.biased,
             router_bias=arch.sigmoid_router,
             latent=arch.latent,
             dense_layers=tuple(range(arch.num_dense_layers)),
@@ -129,74 +130,6 @@ class RolloutLayout:
         """The groups of ranks that hold one whole model between them."""
         size = max(self.tp * self.pp, self.ep)
         return [self.ranks[i : i + size] for i in range(0, len(self.ranks), size)]
-
-
-def divide(what: str, size: int, by: str, parts: int) -> int:
-    """``size / parts``. Raises ValueError naming both when it is not whole."""
-    if size % parts:
-        raise ValueError(
-            f"{what}={size} does not divide by {by}={parts}; choose a {by} that divides it"
-        )
-    return size // parts
-
-
-@cache
-def full_names(prefixes: tuple[str, ...], suffix: str) -> tuple[str, ...]:
-    """The suffix behind each prefix. One tuple for all ranks that ask for the same names, which the
-    planner then recognizes at once."""
-    return tuple(prefix + suffix for prefix in prefixes)
-
-
-@dataclass
-class ShardTable:
-    """Shards of one process under construction. ``tensors`` and ``parameters`` are the name
-    prefixes of a run of equal layers: every line of the table is one group of shards."""
-
-    dtype: str
-    groups: list[ShardGroup] = field(default_factory=list)
-    tensors: tuple[str, ...] = ("",)
-    parameters: tuple[str, ...] = ("",)
-
-    def rows(
-        self, name: str, full: tuple[int, ...], first: int, count: int, key: str, at: int = 0
-    ) -> None:
-        """Rows ``[first, first + count)`` of the tensor are rows ``at`` and on of a parameter of
-        equal width."""
-        if count <= 0:
-            return
-        if len(full) == 1:  # of a vector: numbers
-            self._add(name, key, full, Slice((first,), (count,)), at, (1,))
-            return
-        width = full[1]
-        region = Slice((first, 0), (count, width))
-        self._add(name, key, full, region, at * width, (width, 1))
-
-    def columns(
-        self, name: str, full: tuple[int, int], first: int, count: int, key: str, at: int = 0
-    ) -> None:
-        """Columns ``[first, first + count)`` of the tensor are a dense block from row ``at`` of a
-        parameter ``count`` wide."""
-        region = Slice((0, first), (full[0], count))
-        self._add(name, key, full, region, at * count, (count, 1))
-
-    def whole(self, name: str, full: tuple[int, ...], key: str) -> None:
-        """The whole tensor is a parameter."""
-        self.rows(name, full, 0, full[0], key)
-
-    def _add(
-        self,
-        name: str,
-        key: str,
-        full: tuple[int, ...],
-        region: Slice,
-        offset: int,
-        stride: tuple[int, ...],
-    ) -> None:
-        if self.tensors:
-            names = full_names(self.tensors, name)
-            keys = full_names(self.parameters, key)
-            shard = Shard("", full, region.start, region.shape, offset, stride, dtype=self.dtype)
-            self.groups.append(ShardGroup(names, keys, shard))
 
 
 def rollout_shards(model: ModelShape, layout: RolloutLayout, rank: int) -> list[ShardGroup]:
@@ -257,6 +190,8 @@ class _Worker:
         self.has_head = is_last or model.experts > 0
         self.has_embedding = number == 0 or model.experts > 0 or (is_last and model.tied)
         self.table = ShardTable(model.dtype)
+        if model.biased:
+            self.table.renamed = (("self_attn.", "attn."), (".embed_tokens", ".embedding"))
 
     def layers(self, numbers: Sequence[int]) -> None:
         """What follows is said of these layers."""
@@ -300,6 +235,10 @@ class _Worker:
                 self.table.rows(f"{name}.bias", (full,), start, size, f"{key}.bias", row)
             row += size
         self._output(heads, model.head_dim)
+        if model.biased:
+            name = "self_attn.sinks"
+            self.table.rows(name, (model.heads,), self.tp_rank * heads, heads, name)
+            self.table.whole("self_attn.o_proj.bias", (model.hidden,), "self_attn.o_proj.bias")
         if model.qk_norm:
             self.same_name("self_attn.q_norm", (model.head_dim,))
             self.same_name("self_attn.k_norm", (model.head_dim,))
@@ -356,8 +295,38 @@ class _Worker:
         down = f"{block}.down_proj.weight"
         self.table.columns(down, (hidden, ffn), first, size, down)
 
+    def biased_experts(self) -> None:
+        """Those of a layer in one tensor each, which a plan takes apart; gate and up alternate."""
+        model, hidden = self.model, self.model.hidden
+        for name, full in (("weight", (model.experts, hidden)), ("bias", (model.experts,))):
+            self.table.whole(f"mlp.router.{name}", full, f"mlp.router.{name}")
+        first_expert, count, first, size = self._expert_part()
+        wide = Slice((0, 2 * first), (hidden, 2 * size))
+        tall = Slice((first, 0), (size, hidden))
+        block = "mlp.experts.routed_experts"
+        for i in range(count):
+            up, down = (f"mlp.experts.{x}_proj[{first_expert + i}]" for x in ("gate_up", "down"))
+            at = 2 * i * size * hidden
+            full = (hidden, 2 * model.moe_ffn)
+            self.table.turned(up, full, wide, f"{block}.w13_weight", at)
+            self.table.turned(down, (model.moe_ffn, hidden), tall, f"{block}.w2_weight", at // 2)
+        for name, width, start, length in (
+            ("gate_up", 2 * model.moe_ffn, 2 * first, 2 * size),
+            ("down", hidden, 0, hidden),
+        ):
+            key = f"{block}.w{'13' if name == 'gate_up' else '2'}_bias"
+            # Of experts that are cut over ranks the first adds the bias.
+            if name == "gate_up" or self.tp_rank == 0 or self.layout.ep > 1:
+                part = Slice((first_expert, start), (count, length))
+                self.table.expert_vectors(
+                    f"mlp.experts.{name}_proj_bias", width, part, key, model.experts
+                )
+
     def experts(self) -> None:
         model = self.model
+        if model.biased:
+            self.biased_experts()
+            return
         block = EXPERT_BLOCK[model.expert_names]
         gate, up, down = EXPERT_NAMES[model.expert_names]
         self.same_name(f"{block}.gate", (model.experts, model.hidden))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from megatron_rl.config.load import compose
 from megatron_rl.config.rules.layout_rules import layout_problems, stage_layers
@@ -21,8 +22,9 @@ from megatron_rl.models.parameter_map import (
     shards,
     vision_parameters,
 )
-from megatron_rl.weight_sync.planner.shards import ShardGroup
-from tools.planning.engine_tables import RolloutLayout, full_names
+from megatron_rl.weight_sync.planner.shards import ShardGroup, apart
+from tools.planning.engine_tables import RolloutLayout
+from tools.planning.shard_table import full_names
 
 # Short names, as planners write layouts -> keys of the configuration.
 SHORT_NAMES = {
@@ -212,7 +214,8 @@ class _Held:
             rank = self.place.expert_tensor
             size = self.parallel.expert_tensor
         keys = full_names(parameters, key)
-        for shard in shards(parameter, self.arch, self.vocab_rows, rank, size):
+        held = shards(parameter, self.arch, self.vocab_rows, rank, size)
+        for shard in chain.from_iterable(map(apart, held)):
             names = full_names(tensors, shard.name.removeprefix(first))
             dtype = "float32" if parameter.is_buffer else self.dtype
             self.groups.append(ShardGroup(names, keys, replace(shard, name="", dtype=dtype)))

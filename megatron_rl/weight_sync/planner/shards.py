@@ -52,7 +52,7 @@ class ShardGroup:
         return Slice(self.shard.start, self.shard.shape)
 
 
-def _apart(shard: Shard) -> Iterator[Shard]:
+def apart(shard: Shard) -> Iterator[Shard]:
     """A tensor of three axes, the experts of a layer, as one of each: a plan takes time with the
     square of the parts of a tensor."""
     if len(shard.full) != 3:
@@ -78,7 +78,7 @@ def collect(shards: Iterable[Shard]) -> list[ShardGroup]:
     """
     names: dict[Shard, list[str]] = defaultdict(list)
     keys: dict[Shard, list[str]] = defaultdict(list)
-    for shard in chain.from_iterable(map(_apart, shards)):
+    for shard in chain.from_iterable(map(apart, shards)):
         common = replace(shard, name="", key="")
         names[common].append(shard.name)
         keys[common].append(shard.key)

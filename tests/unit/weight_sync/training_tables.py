@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rl.models.base import LatentAttention
 from megatron_rl.weight_sync.planner.shards import ShardGroup
+from megatron_rl.weight_sync.planner.slices import Slice
 from tools.planning.engine_tables import (
     EXPERT_BLOCK,
     EXPERT_NAMES,
@@ -32,6 +33,7 @@ FAMILIES = (
     "glm4_moe",
     "deepseek_v3",
     "gemma3_text",
+    "gpt_oss",
 )
 
 
@@ -44,9 +46,9 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         raise ValueError(
             f"config.json: model_type={family!r} has no declared layout; known: {known}"
         )
-    is_glm = family == "glm4_moe"
+    is_glm, biased = family == "glm4_moe", family == "gpt_oss"
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key) and not is_glm:
+        if config.get(key) and not (is_glm or biased):
             raise ValueError(f"config.json: {key}=true is not described by the declared layouts")
     heads = config["num_attention_heads"]
     latent = None
@@ -68,7 +70,8 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         ffn=config["intermediate_size"],
         vocab=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings")),
-        qkv_bias=family.startswith("qwen2") or (is_glm and config["attention_bias"]),
+        biased=biased,
+        qkv_bias=family.startswith("qwen2") or biased or (is_glm and config["attention_bias"]),
         qk_norm=family.startswith(("qwen3", "gemma3")) or (is_glm and config["use_qk_norm"]),
         output_norms=family == "gemma3_text",
         dtype=dtype,
@@ -79,11 +82,11 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
 
 def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     family = config["model_type"]
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         return {
             "experts": config["num_local_experts"],
             "moe_ffn": config["intermediate_size"],
-            "expert_names": "mixtral",
+            "expert_names": "mixtral" if family == "mixtral" else "qwen",
         }
     if family in ("glm4_moe", "deepseek_v3"):
         return {
@@ -251,6 +254,12 @@ class _RankTable:
             part,
             "self_attention.linear_proj.weight",
         )
+        if model.biased:
+            key = "self_attention.linear_proj.bias"
+            self.lines.whole("self_attn.o_proj.bias", (model.hidden,), key)
+            key = "self_attention.core_attention.softmax_offset"
+            part = model.heads // self.layout.tp
+            self.lines.rows("self_attn.sinks", (model.heads,), self.at["tp"] * part, part, key)
         for letter in "qk" if model.qk_norm else "":
             key = f"self_attention.{letter}_layernorm.weight"
             self.lines.whole(f"self_attn.{letter}_norm.weight", (model.head_dim,), key)
@@ -342,8 +351,30 @@ class _RankTable:
         fc2 = f"{key}.linear_fc2.weight"
         self.lines.columns(f"{tensor}.{down}.weight", (hidden, ffn), first, part, fc2)
 
+    def biased_experts(self) -> None:
+        model, hidden = self.model, self.model.hidden
+        for name, full in (("weight", (model.experts, hidden)), ("bias", (model.experts,))):
+            self.lines.whole(f"mlp.router.{name}", full, f"mlp.router.{name}")
+        count = divide("experts", model.experts, "train ep", self.layout.ep)
+        for i in range(count):
+            expert = self.at["ep"] * count + i
+            for name, full, layer in (
+                ("gate_up", (hidden, 2 * model.moe_ffn), "linear_fc1"),
+                ("down", (model.moe_ffn, hidden), "linear_fc2"),
+            ):
+                key = f"mlp.experts.local_experts.{i}.{layer}"
+                name = f"mlp.experts.{name}_proj"
+                self.lines.turned(f"{name}[{expert}]", full, Slice((0, 0), full), f"{key}.weight")
+                row = Slice((expert, 0), (1, full[1]))
+                self.lines.expert_vectors(
+                    f"{name}_bias", full[1], row, f"{key}.bias", model.experts
+                )
+
     def experts(self) -> None:
         model = self.model
+        if model.biased:
+            self.biased_experts()
+            return
         block = EXPERT_BLOCK[model.expert_names]
         names = EXPERT_NAMES[model.expert_names]
         gate = f"{block}.gate.weight"
