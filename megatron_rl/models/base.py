@@ -212,13 +212,23 @@ def _refusal(hf: Any, option: str, value: Any, allowed: Sequence[Any]) -> str:
 def family_problems(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> list[str]:
-    """What of the settings does not suit a model with, or without, a tower, or with latent
-    attention: key, value, remedy."""
+    """What of the settings does not suit a model with, or without, a tower, with latent attention,
+    or with biases throughout: key, value, remedy."""
     problems = []
-    if arch.latent is not None and precision.fp8 is not None:
+    for there, what in (
+        (arch.latent, "latent attention"),
+        (arch.vision, "vision-language models"),
+        (arch.biased, "GPT-OSS"),
+    ):
+        if there and precision.fp8 is not None:
+            problems.append(
+                f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with"
+                f" {what}; set precision=bf16"
+            )
+    if arch.biased and parallel.expert_tensor > 1:
         problems.append(
-            f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with latent"
-            " attention; set precision=bf16"
+            f"parallel.expert_tensor = {parallel.expert_tensor}: megatron-core does not cut experts"
+            " that have biases; set it to 1, and parallel.expert higher"
         )
     if arch.vision is not None and arch.vision.num_deep:
         problems += _deep_problems(arch, arch.vision.num_deep, parallel)
@@ -226,11 +236,6 @@ def family_problems(
         problems.append(
             f"model.freeze_vision = True: a model of family {arch.family} has no tower; set it to"
             " false"
-        )
-    if arch.vision is not None and precision.fp8 is not None:
-        problems.append(
-            f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with"
-            " vision-language models; set precision=bf16"
         )
     return problems
 

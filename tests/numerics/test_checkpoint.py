@@ -43,6 +43,8 @@ CASES = {
         Case("first_dense", {"expert": 2, **SHARDED}, model="glm4_moe"),
         Case("first_dense_bf16", {"expert": 2}, "bfloat16", model="glm4_moe"),
         Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
+        Case("sinks", {"tensor": 2, "sequence": True, "expert": 2}, model="gpt_oss"),
+        Case("sinks_bf16", {"expert": 2, **SHARDED}, "bfloat16", model="gpt_oss"),
         Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
         Case("windows_bf16", {"pipeline": 2}, "bfloat16", model="gemma3"),
     ],
@@ -77,6 +79,7 @@ RESHAPES = [
     ("experts", Case("ep2", {"expert": 2}, model="qwen3_moe")),
     ("first_dense", Case("pp2", {"pipeline": 2, **SHARDED}, model="glm4_moe")),
     ("latent", Case("pp2", {"pipeline": 2}, model="deepseek_v3")),
+    ("sinks", Case("pp2", {"pipeline": 2}, model="gpt_oss")),
     ("windows", Case("pp2", {"pipeline": 2}, model="gemma3")),
 ]
 

@@ -19,7 +19,7 @@ from tests.numerics.small_policy import SHARDED, Case, build
 from tests.ranks import call, on_ranks
 from tools.convert_checkpoint import main, to_hf, to_megatron
 
-NAMES = ("llama", "qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gemma3")
+NAMES = ("llama", "qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gemma3", "gpt_oss")
 # Layouts into which the weights of a converted checkpoint are read.
 CASES = [
     Case("tp2", {"tensor": 2}),
@@ -29,6 +29,7 @@ CASES = [
     Case("first_dense", {"pipeline": 2}, model="glm4_moe"),
     Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
     Case("windows", {"pipeline": 2}, model="gemma3"),
+    Case("sinks", {"tensor": 2, "sequence": True}, model="gpt_oss"),
 ]
 # Layouts that write a checkpoint of their own.
 TRAINED = [
@@ -37,6 +38,7 @@ TRAINED = [
     Case("first_dense", {"expert": 2, **SHARDED}, model="glm4_moe"),
     Case("latent", {"pipeline": 2}, model="deepseek_v3"),
     Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
+    Case("sinks", {"expert": 2}, model="gpt_oss"),
 ]
 
 

@@ -33,6 +33,7 @@ CASES = [
     Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
     Case("first_dense", {"pipeline": 2}, "bfloat16", model="glm4_moe"),
     Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
+    Case("sinks", {"tensor": 2, "sequence": True, "expert": 2}, "bfloat16", model="gpt_oss"),
     Case("latent", {"tensor": 2, "sequence": True, **SHARDED}, model="deepseek_v3"),
 ]
 
