@@ -39,12 +39,11 @@ def read(hf: Any) -> Architecture:
         },
     )
     rope = hf.rope_parameters
-    unread = [key for key in ("mscale", "mscale_all_dim", "attention_factor") if rope.get(key)]
-    if rope["rope_type"] != "yarn" or unread:
+    unread = ("mscale", "mscale_all_dim", "attention_factor")
+    if rope["rope_type"] != "yarn" or any(map(rope.get, unread)):
         raise ValueError(
-            f"config.json of {hf.model_type}: rope_parameters has rope_type {rope['rope_type']!r}"
-            f" and {unread or 'nothing else'}, and vLLM serves this family with plain YaRN alone;"
-            " give the model as it was published"
+            f"config.json of {hf.model_type}: rope_parameters is {rope}, and vLLM serves this"
+            f" family with YaRN alone, without {', '.join(unread)}; give the published one"
         )
     width = 2 * hf.intermediate_size
     return common(

@@ -14,12 +14,14 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
 )
 
 from megatron_rl.models.deepseek_v3 import ROUTER
 from tests.e2e.toy import SIZES, overrides, rows, write_data, write_tokenizer
 from tests.launch import launch
-from tests.zoo import TWO_BASES, YARN
+from tests.zoo import TWO_BASES, YARN, YARN2
 
 STEPS = 20
 EXPERT = ("parallel.tensor=1", "parallel.expert=2", "rollout.tensor=1")
@@ -55,6 +57,16 @@ GEMMA: dict[str, Any] = dict(
     query_pre_attn_scalar=24,
     rope_parameters=TWO_BASES,
 )
+# Windows shorter than a prompt and its response.
+SINKS: dict[str, Any] = dict(
+    num_hidden_layers=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=64,
+    sliding_window=4,
+    rms_norm_eps=1e-5,
+    attention_bias=True,
+)
 PLAIN: dict[str, Any] = dict(q_lora_rank=None, n_group=1, topk_group=1)
 
 
@@ -71,12 +83,15 @@ def write_model(family: str, path: Path) -> None:
         model = Glm4MoeForCausalLM(config).float()
     elif family == "gemma3":
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | layers | GEMMA)).float()
+    elif family == "gpt_oss":
+        more = SINKS | dict(rope_parameters=YARN2)
+        model = GptOssForCausalLM(GptOssConfig(**SIZES | more)).float()
     else:
         more = LATENT | (dict(rope_parameters=YARN) if family == "deepseek_v3" else PLAIN)
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | more)).float()
     with torch.no_grad():
-        for name, values in model.named_buffers():
-            if name.endswith("correction_bias"):
+        for name, values in [*model.named_buffers(), *model.named_parameters()]:
+            if name.endswith(("correction_bias", "sinks", "_proj_bias")):
                 values.normal_(0.0, 0.1)
     model.save_pretrained(path)
 
@@ -94,6 +109,8 @@ def write_model(family: str, path: Path) -> None:
         ("moonlight", EXPERT),
         ("gemma3", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", LONG)),
         ("gemma3", ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1", LONG)),
+        ("gpt_oss", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
+        ("gpt_oss", EXPERT),
     ],
     ids=[
         "glm-tensor",
@@ -104,6 +121,8 @@ def write_model(family: str, path: Path) -> None:
         "moonlight-expert",
         "gemma-tensor",
         "gemma-context",
+        "gpt-tensor",
+        "gpt-expert",
     ],
 )
 def test_it_learns_what_its_engine_samples(

@@ -190,7 +190,7 @@ def test_swiglu_in_one_function(hf_models: Path):
 
 class NumberedLinear(torch.nn.Module):
     """The interface of Transformer Engine's layer of several matrices: parameters ``weight0``,
-    ``weight1``, ..., tokens of expert i behind those of expert i - 1."""
+    ``weight1``, ... (and ``bias0``, ...), tokens of expert i behind those of expert i - 1."""
 
     def __init__(
         self,
@@ -200,27 +200,36 @@ class NumberedLinear(torch.nn.Module):
         *,
         config: Any,
         pg_collection: Any,
+        bias: bool,
+        skip_bias_add: bool,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.returns_bias = bias and skip_bias_add
         ranks = pg_collection.expt_tp.size()
         if _["tp_comm_buffer_name"] == "fc1":
             output_size //= ranks
         else:
             input_size //= ranks
         for number in range(num_gemms):
-            weight = torch.nn.Parameter(
-                torch.empty(output_size, input_size, dtype=config.params_dtype)
+            shapes = {"weight": (output_size, input_size)} | (
+                {"bias": (output_size,)} if bias else {}
             )
-            spread = config.expert_model_parallel_size > 1
-            cut = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-            weight.allreduce = cut and not spread
-            self.register_parameter(f"weight{number}", weight)
+            for name, shape in shapes.items():
+                value = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+                spread = config.expert_model_parallel_size > 1
+                cut = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+                value.allreduce = cut and not spread
+                self.register_parameter(f"{name}{number}", value)
         self.num_gemms = num_gemms
 
-    def forward(self, tokens: Tensor, sizes: list[int]) -> tuple[Tensor, None]:
-        parts = zip(tokens.split(sizes), self.parameters(), strict=True)
-        return torch.cat([part @ weight.T for part, weight in parts]), None
+    def forward(self, tokens: Tensor, sizes: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        of = dict(self.named_parameters())
+        parts = [part @ of[f"weight{i}"].T for i, part in enumerate(tokens.split(sizes))]
+        biases = [of[key] for key in of if key.startswith("bias")]
+        if self.returns_bias:
+            return torch.cat(parts), biases
+        return torch.cat([sum(pair) for pair in zip(parts, biases or [0.0] * len(parts))]), None
 
 
 @contextlib.contextmanager
@@ -242,11 +251,19 @@ def grouped_experts() -> Iterator[None]:
         yield
 
 
+GPT_OSS: tuple[str, dict[str, Any]] = ("gpt_oss", {"expert": 2})
+
+
 @on_ranks(2, timeout=250)
 def test_grouped_experts(hf_models: Path):
     """Grouped experts hold the checkpoint's tensors and compute what single ones do."""
     split = {"tensor": 2, "sequence": True, "expert_tensor": 2}
-    for name, layout in (("qwen3_moe", {"expert": 2}), ("mixtral", {}), ("mixtral", split)):
+    for name, layout in (
+        ("qwen3_moe", {"expert": 2}),
+        ("mixtral", {}),
+        ("mixtral", split),
+        GPT_OSS,
+    ):
         plain = figures(hf_models / name, layout)
         named: list[str] = []
         with grouped_experts():

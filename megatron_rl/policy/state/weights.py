@@ -47,7 +47,9 @@ _ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and sh
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The experts of a rank are modules of their own, or, grouped, numbered weights of one module.
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<name>.*)")
-GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<name>linear_fc[12]\.weight)(?P<number>\d+)")
+GROUPED_EXPERT = re.compile(
+    r"mlp\.experts\.(?P<name>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)"
+)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ FAMILIES_FOLDER = Path(families.__file__).parent
 
 
 def config(kind: str, **more: Any) -> Any:
-    name = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3"}.get(
-        kind, kind.lower()
-    )
+    name = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3"}
+    name = (name | {"GptOss": "gpt_oss"}).get(kind, kind.lower())
     of_text = "Gemma3Text" if kind == "Gemma3" else kind
     return getattr(transformers, f"{of_text}Config")(**(SMALL | TINY[name] | more))
 
