@@ -71,7 +71,8 @@ def feed_forward_activations(arch: Architecture, parallel: ParallelConfig, fused
     """Numbers that the feed-forward part of one layer keeps of a token on one rank.
 
     Five widths, for each expert a token visits: gate and up, the activated gate, up once more, and
-    their product. Fused: three, for gate and up serve the backward as they are. An expert also
+    their product. Fused: three, for gate and up serve the backward as they are. The clamped unit of
+    GPT-OSS, which no kernel fuses, keeps eight. An expert also
     keeps its token going in and coming out. The expert that every token visits is cut as a dense
     layer is. First layers without experts count as those with.
 
@@ -81,6 +82,8 @@ def feed_forward_activations(arch: Architecture, parallel: ParallelConfig, fused
     """
     selective = parallel.recompute == "selective"
     widths = 3 if fused else 5
+    if arch.biased:
+        widths = 8
     if arch.num_experts == 0:
         return 0 if selective else widths * arch.ffn_hidden_size / parallel.tensor
     if selective and not fused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.models.base import family_problems
 from megatron_rl.planning.parameter_counts import stage_counts
+from megatron_rl.policy.activations import feed_forward_activations
 from megatron_rl.policy.passes.biased_experts import ClampedGlu, with_sinks
 from tests.numerics.policy_cases import parallel
 from tests.zoo import configured, save_tiny_model
@@ -91,6 +93,25 @@ def test_a_sink_is_exact_in_bfloat16() -> None:
     assert float(query[0, 1, 0].double() @ key[0, 0, 0].double()) * scale == pytest.approx(
         8, abs=1e-3
     )
+
+
+def test_numbers_that_an_expert_keeps_for_its_backward() -> None:
+    """Those of the plan: eight widths of a token, and its states before and after."""
+    width, tokens, saved = 300, 64, {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    up, down = torch.ones(4, 2 * width).requires_grad_(), torch.ones(width, 4).requires_grad_()
+    states, share = torch.ones(tokens, 4), torch.ones(tokens, 1, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        _ = (ClampedGlu(None)(states @ up + up[0]) * share) @ down
+    others = {tensor.data_ptr() for tensor in (up, down, states, share)}
+    sizes = [each.untyped_storage().nbytes() for key, each in saved.items() if key not in others]
+    assert sum(sizes) == 8 * 4 * tokens * width
+    arch = replace(architecture("gpt-oss-20b"), expert_ffn_hidden_size=width, hidden_size=4)
+    assert feed_forward_activations(arch, parallel(), False) == 4 * (8 * width + 2 * 4)
 
 
 def test_what_megatron_and_fp8_lack_is_refused(tmp_path) -> None:
