@@ -80,6 +80,7 @@ def adapter_problems(
     for there, what in (
         (arch.num_dense_layers, "a model whose first layers are dense"),
         (arch.latent, "latent attention"),
+        (arch.biased, "GPT-OSS"),
     ):
         if there:
             problems.append(
