@@ -225,9 +225,7 @@ def transformer_config(
         **model_fields(precision, arch.num_experts),
     )
     if arch.num_experts:
-        fields |= expert_fields(arch, parallel)
-    if arch.biased:
-        fields |= bias_fields()
+        fields |= expert_fields(arch, parallel) | (bias_fields() if arch.biased else {})
     if arch.windowed:
         fields |= window_fields(arch, parallel)
     if arch.attention_factor != 1.0 or arch.query_scalar is not None:

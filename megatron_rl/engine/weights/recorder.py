@@ -76,14 +76,13 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         target = args[0] if args and isinstance(args[0], Tensor) else None
-        is_change = target is not None and func._schema.is_mutable
         aten = torch.ops.aten
-        if is_change and _storage(target) in self.sources:
-            self._make_zero(func, target)
-            return target
-        if not is_change or _storage(target) not in self.parameters:
+        is_source = target is not None and _storage(target) in self.sources
+        if target is None or not func._schema.is_mutable or _storage(target) not in self.parameters:
+            if is_source and func._schema.is_mutable:
+                self._make_zero(func, target)
             result = func(*args, **(kwargs or {}))
-            if func is aten.clone.default and _storage(target) in self.sources:
+            if is_source and func is aten.clone.default:
                 self.copies[_storage(result)] = (result, target)
             return result
         key, parameter = self.parameters[_storage(target)]

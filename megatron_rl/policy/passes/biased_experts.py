@@ -49,9 +49,10 @@ class ExpertOutput(RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.bias.sequence_parallel = False
+        bias: Any = self.bias
+        bias.sequence_parallel = False
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> Any:
         output, bias = super().forward(input_)
         return output.clone(), bias
 

@@ -57,7 +57,7 @@ def test_attention_and_its_gradients_are_those_of_the_formula(window: int | None
     heads = [torch.randn(14, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
     size = None if window is None else (window - 1, 0)
     sizes = dict(window_size=size, window_attn_skip_freq=[0, 1] if window else None)
-    config = SimpleNamespace(attention_dropout=0.0, kv_channels=8, **sizes)
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=8, softmax_type="vanilla", **sizes)
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     attention = PackedAttention(config, 2, None, "self", pg_collection=groups)
     bounds = torch.nn.functional.pad(OWN.cumsum(0), (1, 0)).int()
