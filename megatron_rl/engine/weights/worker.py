@@ -27,30 +27,27 @@ class ShardReceiver:
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.model = model
         self.vllm_config = vllm_config
-        self.shards: list[Shard] = []
         self.keys: set[str] = set()
         self.padded: set[str] = set()
-        self.unseen: set[str] = set()  # keys that are loaded past vLLM's reload
         self.forms: dict[str, Tensor] = {}  # of each key, while it is loaded; without memory
 
     def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts
         them. The weights stay."""
         with _reloading(self.vllm_config, self.model, complete=False):
-            self.shards, zeroed = record_shards(
+            shards, zeroed = record_shards(
                 self.model.load_weights,
                 shapes,
                 dict(loadable(self.model)),
                 self.vllm_config.model_config.dtype,
             )
             tensors = dict(loadable(self.model))
-            self.keys = {shard.key for shard in self.shards}
-            self.padded = partly_filled(self.shards, tensors) | zeroed
-            self.unseen = self.keys - set(seen_by_reload(self.model))
+            self.keys = {shard.key for shard in shards}
+            self.padded = partly_filled(shards, tensors) | zeroed
             self.forms = {
                 key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys
             }
-        return self.shards
+        return shards
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """The weights of the model that no HF tensor of ``shapes`` is loaded into: they keep the
@@ -79,11 +76,14 @@ class ShardReceiver:
         loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
         return loader.get_all_weights(self.vllm_config.model_config, self.model)
 
-    def receive_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by HF-named whole tensors, of which the shards are cut."""
+    def receive_whole(
+        self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Replace all weights by HF-named whole tensors ``shapes``, of which shards are cut."""
         cut: dict[str, list[Shard]] = {}
-        left = Counter(shard.key for shard in self.shards)
-        for shard in self.shards:
+        shards = self.discover(shapes)
+        left = Counter(shard.key for shard in shards)
+        for shard in shards:
             cut.setdefault(shard.name, []).append(shard)
 
         def transfer(parameter: Callable[[str], Tensor], written: Callable[[str], None]) -> None:
@@ -177,12 +177,10 @@ class WeightReceiver:
         overwritten meanwhile. The loader of GPT-OSS copies experts and sinks past vLLM's reload,
         which would leave them as they are without a word.
         """
-        receiver = self.shard_receiver
-        if getattr(receiver.model, "is_3d_moe_weight", False):
-            receiver.discover(shapes)
-            if receiver.unseen:
-                receiver.receive_whole(weights)
-                return
+        kinds = {kind.__name__ for kind in type(self.model_runner.model).__mro__}
+        if "GptOssForCausalLM" in kinds:
+            self.shard_receiver.receive_whole(weights, shapes)
+            return
         self.reload_weights(weights_iterator=weights)
         if self.device.type == "cpu":
             repack_cpu(self.model_runner.model)
@@ -285,15 +283,6 @@ def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def seen_by_reload(model: nn.Module) -> Iterator[str]:
-    """Names of what vLLM's reload has seen loaded, while it is open."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    for path, layer in model.named_modules():
-        for name, _ in get_layerwise_info(layer).loaded_weights:
-            yield f"{path}.{name}"
-
-
 def processing_is_collective(vllm_config: Any) -> bool:
     """Whether a layer, when processed, may talk to the other workers of its engine.
 
@@ -335,9 +324,9 @@ class OpenLayers:
         if path not in self.opened:
             materialize_layer(layer, get_layerwise_info(layer))
             self.opened.add(path)
-            for padded in self.padded:
-                if padded.rpartition(".")[0] == path:
-                    self.model.get_parameter(padded).zero_()
+            for owner, _, padded in (each.rpartition(".") for each in self.padded):
+                if owner == path:
+                    getattr(layer, padded).zero_()
         return getattr(layer, name)
 
     def written(self, key: str) -> None:
