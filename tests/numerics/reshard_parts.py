@@ -45,7 +45,7 @@ def engine_of(arch: str, tensor: int, **more: int) -> VllmEngine:
 def policy_of(
     arch: str, layout: dict, seed: int = OTHER, params: str = "float32"
 ) -> MegatronPolicy:
-    has_experts = "n_routed_experts" in small.FAMILIES[arch] or arch in ("qwen3_moe", "mixtral")
+    has_experts = any(key.endswith("_experts") for key in small.FAMILIES[arch])
     more = {"sequence": True} if "tensor" in layout and has_experts else {}
     return build_policy(path_of(arch, seed), layout | more, params)
 
