@@ -57,13 +57,12 @@ GEMMA: dict[str, Any] = dict(
     query_pre_attn_scalar=24,
     rope_parameters=TWO_BASES,
 )
-# Windows shorter than a prompt and its response.
 SINKS: dict[str, Any] = dict(
     num_hidden_layers=4,
     num_local_experts=4,
     num_experts_per_tok=2,
     intermediate_size=64,
-    sliding_window=4,
+    sliding_window=2,
     rms_norm_eps=1e-5,
     attention_bias=True,
 )
@@ -109,8 +108,8 @@ def write_model(family: str, path: Path) -> None:
         ("moonlight", EXPERT),
         ("gemma3", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", LONG)),
         ("gemma3", ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1", LONG)),
-        ("gpt_oss", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
-        ("gpt_oss", EXPERT),
+        ("gpt_oss", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", LONG)),
+        ("gpt_oss", (*EXPERT, LONG)),
     ],
     ids=[
         "glm-tensor",
