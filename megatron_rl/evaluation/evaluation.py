@@ -25,7 +25,7 @@ from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights, differences
 from megatron_rl.reporting.answer_file import AnswerFile, AnswerRow, steps_there
 from megatron_rl.reporting.evaluation import detailed_metrics, evaluation_table
-from megatron_rl.reporting.row_file import replace_text
+from megatron_rl.reporting.metrics_file import replace_text
 from megatron_rl.reporting.sinks import Metrics, MetricsFile
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler

@@ -19,8 +19,7 @@ from typing import Any
 from megatron_rl.config.keys import flat
 from megatron_rl.config.schema import Config, LoggingConfig
 from megatron_rl.errors import concerning, first_line
-from megatron_rl.reporting.metrics_file import Row
-from megatron_rl.reporting.row_file import replace_text
+from megatron_rl.reporting.metrics_file import Row, replace_text
 from megatron_rl.reporting.sinks import Metrics
 
 _FILE = "trackers.json"

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
-from megatron_rl.config.reward_server import num_groups
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.sections import num_groups
 from megatron_rl.errors import first_few
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.base import Options, Task, Verdict, Verifier

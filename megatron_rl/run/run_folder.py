@@ -25,9 +25,13 @@ from megatron_rl.errors import first_line
 from megatron_rl.protocols import Policy, RolloutSource, Saving
 from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE, SAMPLES
-from megatron_rl.reporting.metrics_file import read_metrics
+from megatron_rl.reporting.metrics_file import (
+    archive_rows,
+    missing_steps,
+    read_metrics,
+    replace_text,
+)
 from megatron_rl.reporting.report import report
-from megatron_rl.reporting.row_file import archive_rows, missing_steps, replace_text
 from megatron_rl.reporting.sinks import ConsoleLine, Metrics, MetricsFile
 from megatron_rl.reporting.tracking import Tracking
 from megatron_rl.rollouts.rows.experience import Response
