@@ -46,16 +46,16 @@ class Route:
 
     def tokens_to(self, rank: int, num_ranks: int) -> list[int]:
         """Tokens that ``rank`` sends to each rank."""
-        return self._tokens(self.source == rank, self.target, num_ranks)
+        return _tokens(self.target, self.lengths, self.source == rank, num_ranks)
 
     def tokens_from(self, rank: int, num_ranks: int) -> list[int]:
         """Tokens that ``rank`` receives from each rank."""
-        return self._tokens(self.target == rank, self.source, num_ranks)
+        return _tokens(self.source, self.lengths, self.target == rank, num_ranks)
 
-    def _tokens(self, rows: np.ndarray, peer: Ranks, num_ranks: int) -> list[int]:
-        tokens = np.zeros(num_ranks, dtype=np.int64)
-        np.add.at(tokens, peer[rows], self.lengths[rows])
-        return tokens.tolist()
+
+def _tokens(peer: Ranks, lengths: Ranks, rows: np.ndarray, num_ranks: int) -> list[int]:
+    # Weights are summed as floats; numbers of tokens are exact in them.
+    return np.bincount(peer[rows], lengths[rows], num_ranks).astype(int).tolist()
 
 
 def owning_ranks(
@@ -210,7 +210,7 @@ def on_main(
             array("f", logprobs.tobytes()),
             bool(chosen.truncated[row]),
             int(chosen.weight_versions[row]),
-            () if flags is None else _spans(flags[row], int(chosen.weight_versions[row])),
+            () if flags is None else spans_of(flags[row], int(chosen.weight_versions[row])),
         )
         text = decode(ids.tolist())
         ends = [span.end for span in completion.spans]
@@ -222,7 +222,7 @@ def on_main(
     return result
 
 
-def _spans(sampled: Bool[np.ndarray, " tokens"], version: int) -> tuple[VersionSpan, ...]:
+def spans_of(sampled: Bool[np.ndarray, " tokens"], version: int) -> tuple[VersionSpan, ...]:
     """True True False of version 4 are ``(VersionSpan(4, 2), VersionSpan(APPENDED, 3))``."""
     if not len(sampled):
         return ()
