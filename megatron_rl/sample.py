@@ -51,8 +51,7 @@ def run(options: argparse.Namespace) -> None:
 
     world = start()
     load_plugins(options.plugin)
-    from megatron_rl.evaluation.chat import chat
-    from megatron_rl.evaluation.sample import answers, find_sample
+    from megatron_rl.evaluation.sample import answers, chat, find_sample
 
     overrides = [*options.overrides, *_settings(options)]
     # On one rank: a model id of the hub is downloaded.

@@ -64,10 +64,6 @@ _DAMAGED = (
 REMEDY = "it could run any program and was not read; take a checkpoint from a source you trust"
 
 
-class UnsafeError(ValueError):
-    """Reading the file could run a program; it was not read."""
-
-
 class _UnknownNameError(Exception):
     """The file names something that it does not need."""
 
@@ -104,7 +100,7 @@ def read_index(path: Path) -> Metadata:
     try:
         metadata = _Index(io.BytesIO(file.read_bytes())).load()
     except _UnknownNameError as error:
-        raise UnsafeError(
+        raise ValueError(
             f"{file} is not the index of a checkpoint ({error}); {REMEDY} "
             "(tools/convert_checkpoint.py to-hf --allow-pickle reads the weights all the same)"
         ) from error
@@ -137,7 +133,7 @@ def load_plain(file: Path | io.BytesIO, name: str) -> Any:
             if "GLOBAL" in line or "Unsupported class" in line
         ]
         if named:
-            raise UnsafeError(
+            raise ValueError(
                 f"{name} holds more than tensors and plain values ({named[0][:200]}); {REMEDY}"
             ) from error
         raise ValueError(

@@ -20,16 +20,16 @@ from pydantic import (
 
 from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.data_names import as_names
-from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.observability import (
+from megatron_rl.config.sections import (
+    EnvironmentConfig,
     LoggingConfig,
     MismatchLimits,
     NonFiniteConfig,
     ProfileConfig,
+    RewardServerConfig,
+    WarmStartConfig,
 )
-from megatron_rl.config.reward_server import RewardServerConfig
-from megatron_rl.config.warm_start import WarmStartConfig
 from megatron_rl.hooks import ChosenHooks
 from megatron_rl.knobs import Piece
 from megatron_rl.loss.config import MethodConfig

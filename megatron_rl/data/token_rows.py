@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 RowNumbers = Sequence[int] | Int[np.ndarray, " _"]
+Ranks = Int[np.ndarray, " rows"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import fingerprint
 from megatron_rl.data.multimodal.vision import vision_of
@@ -25,8 +24,8 @@ from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights, differences
 from megatron_rl.reporting.answer_file import AnswerFile, AnswerRow, steps_there
 from megatron_rl.reporting.evaluation import detailed_metrics, evaluation_table
-from megatron_rl.reporting.row_file import replace_text
-from megatron_rl.reporting.sinks import Metrics, MetricsFile
+from megatron_rl.reporting.metrics_file import replace_text
+from megatron_rl.reporting.sinks import Metrics, metrics_line
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.environments.turns import needs_reward, turns_of_run
@@ -108,12 +107,7 @@ class EvaluationFolder:
                 self._rows[step] = {"step": step, **detailed_metrics(judged, self.pass_at)}
         rows = [self._rows[step] for step in sorted(self._rows)]
         with disk.room_for(self.path, 0, "the metrics"):
-            partial = self.path / f"{METRICS}{PARTIAL}"
-            partial.unlink(missing_ok=True)
-            write = MetricsFile(partial)
-            for row in rows:
-                write(row)
-            partial.replace(self.path / METRICS)
+            replace_text(self.path / METRICS, "".join(map(metrics_line, rows)))
         return rows
 
     def _refuse_other(self, record: Mapping[str, Any]) -> None:

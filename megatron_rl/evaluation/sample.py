@@ -1,6 +1,9 @@
-"""Answers of a model to some prompts, as text: what ``megatron_rl.sample`` shows."""
+"""Answers of a model to some prompts, and conversations with it: what ``megatron_rl.sample``
+shows."""
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,10 @@ from megatron_rl.evaluation.evaluation_source import Evaluation, Weights, step_o
 from megatron_rl.protocols import Reward
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
+from megatron_rl.rollouts.environments.rendering import MessageRendering
 from megatron_rl.rollouts.environments.turns import Turns, turns_of_run
 from megatron_rl.rollouts.post_rollout import grouped
-from megatron_rl.rollouts.rows.experience import Groups, Response
+from megatron_rl.rollouts.rows.experience import Groups, Passage, Response
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.run.hub import local_folder
 from megatron_rl.run.start import CHECKPOINTS, engine_of_machine, is_run, read_config, values_of_run
@@ -204,3 +208,60 @@ def _labeled(label: str, text: str) -> str:
     lines = text.strip("\n").split("\n")
     head = f"{label + ':' if label else '':<{len(_INDENT)}}"
     return "\n".join([head + lines[0], *[_INDENT + line for line in lines[1:]]])
+
+
+def chat(sample: Evaluation, world: World) -> None:
+    """Collective. A line of the standard input is a message; an empty one, or none, ends it.
+
+    As in training nothing is encoded again: a message is appended to the tokens so far.
+
+    Raises:
+        ValueError: the environment of the run speaks for the user, the chat template cannot
+            continue a conversation, or it is longer than ``rollout.max_prompt_tokens``.
+    """
+    config = sample.config
+    tokenizer = load_tokenizer(Path(config.model.path))
+    turns = turns_of_run(config, tokenizer)
+    if turns is not None and (config.env.agent is not None or not turns.has_tools):
+        raise ValueError(
+            f"env.name = {config.env.name}: it speaks for the user; add env.name=single to talk to"
+            " the model yourself"
+        )
+    rendering = MessageRendering(tokenizer, ("user",), config.model.path)
+    sampler = sampler_of(sample, tokenizer, turns, NoReward(), world)
+    plain = evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id))
+    limit = config.rollout.max_prompt_tokens
+    tokens: list[int] = []
+    for number in itertools.count():
+        line = world.from_main(_line)
+        if not line:
+            return
+        (prompt,) = text_prompts([line], config.data, tokenizer, limit)
+        more = rendering.tokens([{"role": "user", "content": line}])
+        tokens = [*tokens, *more] if tokens else list(prompt.token_ids)
+        if len(tokens) > limit:
+            raise ValueError(
+                f"the conversation has {len(tokens)} tokens, rollout.max_prompt_tokens = {limit};"
+                f" add rollout.max_prompt_tokens={2 * limit}"
+            )
+        asked = replace(prompt, uid=f"chat:{number}", token_ids=tuple(tokens))
+        responses = sampler.run([asked], replace(plain, num_responses=1, seed=number), "chat")
+        found = sampler.shown(responses, [0])
+        (whole,) = world.from_main(lambda found=found: list(found or ()))
+        if world.is_main:
+            print("\n".join(map(said, whole.passages)), flush=True)
+        tokens += whole.completion.token_ids
+        if tokens[-1] != rendering.end_token_id:
+            tokens.append(rendering.end_token_id)
+
+
+def said(passage: Passage) -> str:
+    """A line, or several, for a turn of the model or for the answer to it."""
+    return f"{'model:' if passage.is_sampled else '  ->'} {passage.text.strip()}"
+
+
+def _line() -> str:
+    try:
+        return input("you: ").strip()
+    except EOFError:
+        return ""

@@ -16,18 +16,17 @@ Metrics = Mapping[str, float | int]
 _TIME_LEFT_STEPS = 30
 
 
-class MetricsFile:
-    """Appends to ``metrics.jsonl``, one object a step; a value that is not finite is null."""
+def metrics_line(metrics: Metrics) -> str:
+    """A line of ``metrics.jsonl``; a value that is not finite is null, as JSON has no NaN."""
+    finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    return json.dumps(finite) + "\n"
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def __call__(self, metrics: Metrics) -> None:
-        # JSON has no NaN. Opened anew for each row, and written in one piece with its line break: a
-        # kill leaves whole rows, and at most one cut off at the end.
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        with self._path.open("a", encoding="ascii") as file:
-            file.write(json.dumps(finite) + "\n")
+def append_metrics(path: Path, metrics: Metrics) -> None:
+    """Opened anew for each row, and written in one piece with its line break: a kill leaves whole
+    rows, and at most one cut off at the end."""
+    with path.open("a", encoding="ascii") as file:
+        file.write(metrics_line(metrics))
 
 
 class ConsoleLine:

@@ -19,8 +19,7 @@ from typing import Any
 from megatron_rl.config.keys import flat
 from megatron_rl.config.schema import Config, LoggingConfig
 from megatron_rl.errors import concerning, first_line
-from megatron_rl.reporting.metrics_file import Row
-from megatron_rl.reporting.row_file import replace_text
+from megatron_rl.reporting.metrics_file import Row, replace_text
 from megatron_rl.reporting.sinks import Metrics
 
 _FILE = "trackers.json"
@@ -279,26 +278,25 @@ class Tracking:
 
     def log(self, metrics: Metrics) -> None:
         self._step = int(metrics["step"])
-        for name, tracker in tuple(self._open.items()):
-            with self._guarded(name):
-                _log(tracker, metrics)
+        self._tell(lambda tracker: _log(tracker, metrics))
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """``samples``: rows of samples.jsonl."""
         self._step = step
         columns = list(dict.fromkeys(key for row in samples for key in row))
         rows = [[row.get(key) for key in columns] for row in samples]
-        for name, tracker in tuple(self._open.items()):
-            with self._guarded(name):
-                tracker.log_samples(step, columns, rows)
+        self._tell(lambda tracker: tracker.log_samples(step, columns, rows))
 
     def close(self, *, failed: bool = False) -> None:
         """Sends or writes what is left. Without it the last seconds before the end of the process
         are lost: its end is no orderly one (``runtime/guard/failure.py``)."""
+        self._tell(lambda tracker: tracker.close(failed))
+        self._open.clear()
+
+    def _tell(self, what: Callable[[Tracker], Any]) -> None:
         for name, tracker in tuple(self._open.items()):
             with self._guarded(name):
-                tracker.close(failed)
-        self._open.clear()
+                what(tracker)
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:

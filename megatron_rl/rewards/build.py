@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
-from megatron_rl.config.reward_server import num_groups
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.sections import num_groups
 from megatron_rl.errors import first_few
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.base import Options, Task, Verdict, Verifier
@@ -71,14 +71,10 @@ class WeightedReward:
         self._pool: WorkerPool | None = None
         self._function: FunctionCaller | None = None
         if config.function is not None or config.server is not None:
-            setup = replace(
-                self._setup(function=config.function),
-                server=config.server,
-                server_limit_s=config.function_timeout_s,
-            )
-            self._function = FunctionCaller(
-                setup, timeout_s=config.function_timeout_s, num_tries=config.num_tries
-            )
+            limit_s = config.function_timeout_s
+            chosen = {"function": config.function, "server": config.server}
+            setup = replace(self._setup(()), server_limit_s=limit_s, **chosen)
+            self._function = FunctionCaller(setup, timeout_s=limit_s, num_tries=config.num_tries)
             self._function.pool.start()
 
     @property
@@ -139,34 +135,26 @@ class WeightedReward:
         # One task a prompt, not one a response: pickle then writes its fields once a request.
         distinct = {id(prompt): self._task(prompt) for prompt in prompts}
         tasks = [distinct[id(prompt)] for prompt in prompts]
-        judged = self._judged(prompts, tasks, responses)
-        tries = [1] * len(judged)
-        for number in range(2, self._config.num_tries + 1):
-            failed = [row for row, values in enumerate(judged) if values["problem"] is not None]
-            if not failed:
-                break
+        judged: list[_Judged] = [{} for _ in tasks]
+        left: Sequence[int] = range(len(tasks))
+        for number in range(1, self._config.num_tries + 1):
             if number > 2:  # the second is at once: a worker that was lost has been replaced
                 time.sleep(2 ** (number - 3))
-            again = self._judged(
-                [prompts[row] for row in failed],
-                [tasks[row] for row in failed],
-                [responses[row] for row in failed],
+            some = (
+                [prompts[row] for row in left],
+                [tasks[row] for row in left],
+                [responses[row] for row in left],
             )
-            for row, values in zip(failed, again, strict=True):
+            by = self._by_verifiers if self._function is None else self._by_function
+            for row, values in zip(left, by(*some), strict=True):
                 judged[row] = values
-                tries[row] = number
-        if self._config.num_tries > 1:
-            for values, count in zip(judged, tries, strict=True):
-                values["parts"] = {**values.get("parts", {}), "verifier_tries": float(count)}
+                if self._config.num_tries > 1:
+                    tries = {"verifier_tries": float(number)}
+                    values["parts"] = {**values.get("parts", {}), **tries}
+            left = [row for row in left if judged[row]["problem"] is not None]
+            if not left:
+                break
         return [self._score(task, values) for task, values in zip(tasks, judged, strict=True)]
-
-    def _judged(
-        self, prompts: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
-    ) -> list[_Judged]:
-        """By the function or the verifiers, once."""
-        if self._function is not None:
-            return self._by_function(tasks, responses)
-        return self._by_verifiers(prompts, tasks, responses)
 
     def _by_verifiers(
         self, prompts: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
@@ -192,7 +180,9 @@ class WeightedReward:
                 judged[row] = reply
         return judged
 
-    def _by_function(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[_Judged]:
+    def _by_function(
+        self, _: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
+    ) -> list[_Judged]:
         assert self._function is not None
         # A response with a problem has no other key.
         wrong: _Judged = {"reward": 0.0, "accuracy": 0.0, "parts": {}, "problem": None}
@@ -286,7 +276,7 @@ class WeightedReward:
             self._pool.close()
             self._pool = None
         if self._pool is None and (needed or format_only):
-            setup = self._setup(verifiers=tuple(sorted(needed | started)))
+            setup = self._setup(tuple(sorted(needed | started)))
             self._pool = WorkerPool(
                 setup,
                 limit=("reward.timeout_s", self._config.timeout_s),
@@ -296,16 +286,13 @@ class WeightedReward:
             self._pool.start()
         return self._pool
 
-    def _setup(
-        self, *, verifiers: tuple[str, ...] = (), function: str | None = None
-    ) -> WorkerSetup:
+    def _setup(self, verifiers: tuple[str, ...]) -> WorkerSetup:
         return WorkerSetup(
             plugins=loaded(),
             verifiers=verifiers,
             options=self._options,
             answer_pattern=self._config.answer_pattern,
             format_pattern=self._config.format_pattern,
-            function=function,
         )
 
 

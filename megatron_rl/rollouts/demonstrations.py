@@ -8,9 +8,11 @@ sampling hook remembers are as it was sampled.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.types import DEMONSTRATED, Completion, Prompt
 
@@ -21,9 +23,10 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_lengt
 _GIVEN = TypeAdapter(Annotated[list[_Text | _Ids], Field(min_length=1)])
 
 
-def encoder(encode: Encode, end: Sequence[int]) -> Encode:
-    """From the text of a response to its tokens, with the first of ``end`` at their end."""
-    return lambda text: [*encode(text), *end[:1]]
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """From the text of a response to its tokens, with the end token behind them."""
+    plain = partial(tokenizer.encode, add_special_tokens=False)
+    return lambda text: [*plain(text), tokenizer.eos_token_id]
 
 
 def check_demonstrations(

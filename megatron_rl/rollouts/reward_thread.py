@@ -1,14 +1,73 @@
-"""Rewards while others generate: no engine waits for a slow verifier."""
+"""Calls that take many items at once, in a thread: no engine waits for them. Rewards are such."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from megatron_rl.protocols import Reward
-from megatron_rl.rollouts.batch_thread import BatchThread
 from megatron_rl.rollouts.environments.outcomes import Outcome, last_turn
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Prompt, Score
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class BatchThread(Generic[Item, Result]):
+    """Works on items in a thread of this process, in the order they are given.
+
+    One call at a time; the next gets all that has come meanwhile, so that whatever takes many items
+    at once has them.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[list[Item]], list[Result]],
+        name: str,
+        *,
+        at_most: int | None = None,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        """``at_most``: items in a call; ``wake``: called by the thread when a call has ended."""
+        self._work = work
+        self._at_most = at_most
+        self._wake = wake
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._waiting: list[Item] = []
+        self._call: Future[list[Result]] | None = None
+
+    def add(self, item: Item) -> None:
+        self._waiting.append(item)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing is done, and the next ``take`` begins something."""
+        return self._call is None and bool(self._waiting)
+
+    def take(self) -> list[Result]:
+        """The results that are there. Raises what a call has raised."""
+        results: list[Result] = []
+        if self._call is not None and self._call.done():
+            results = self._call.result()
+            self._call = None
+        if self._call is None and self._waiting:
+            size = len(self._waiting) if self._at_most is None else self._at_most
+            self._call = self._thread.submit(self._work, self._waiting[:size])
+            del self._waiting[:size]
+            if (wake := self._wake) is not None:
+                self._call.add_done_callback(lambda _: wake())
+        return results
+
+    def forget(self) -> None:
+        """Drops what is not done yet. A call at work ends by itself; another begins after it."""
+        self._waiting = []
+        self._call = None
+
+    def close(self) -> None:
+        """Waits for the call that is at work."""
+        self._wake = None
+        self._thread.shutdown()
 
 
 class Unscored(NamedTuple):

@@ -11,7 +11,7 @@ from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.models.base import family_problems
 from megatron_rl.reporting.comparison.runs import METRICS, SAMPLES
-from megatron_rl.reporting.row_file import check_rows
+from megatron_rl.reporting.metrics_file import check_rows
 from megatron_rl.reporting.tracking import check_accounts
 from megatron_rl.run.push import check_token
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS, ResumePoint

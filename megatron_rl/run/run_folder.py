@@ -25,10 +25,14 @@ from megatron_rl.errors import first_line
 from megatron_rl.protocols import Policy, RolloutSource, Saving
 from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE, SAMPLES
-from megatron_rl.reporting.metrics_file import read_metrics
+from megatron_rl.reporting.metrics_file import (
+    archive_rows,
+    missing_steps,
+    read_metrics,
+    replace_text,
+)
 from megatron_rl.reporting.report import report
-from megatron_rl.reporting.row_file import archive_rows, missing_steps, replace_text
-from megatron_rl.reporting.sinks import ConsoleLine, Metrics, MetricsFile
+from megatron_rl.reporting.sinks import ConsoleLine, Metrics, append_metrics
 from megatron_rl.reporting.tracking import Tracking
 from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.run.preflight import claim
@@ -218,7 +222,9 @@ class RunFolder:
         ):
             file.writelines(json.dumps(row) + "\n" for row in rows)
         if self._tracking is not None:
-            self._tracking.log_samples(step, [_flat(row) for row in rows])
+            # A table has no place for the turns, which ``response`` has all of.
+            kept = [{key: row[key] for key in row if key != "turns"} for row in rows]
+            self._tracking.log_samples(step, kept)
 
     def request_requeue(self, step: int) -> None:
         """Tells the launcher script of the preemption: exit codes do not survive torchrun."""
@@ -256,7 +262,7 @@ class RunFolder:
         # Of a run that was made longer: a folder with the figure is taken for one that has ended.
         (self.path / CURVES).unlink(missing_ok=True)
         replace_text(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
-        self._writers.append(MetricsFile(self.path / METRICS))
+        self._writers.append(partial(append_metrics, self.path / METRICS))
         if wanted.console:
             self._writers.append(ConsoleLine(config.trainer.steps, self._display.console))
         if wanted.trackers:
@@ -323,8 +329,3 @@ def _sample(step: int, response: Response) -> dict[str, Any]:
         ends = [name for name, is_so in facts.items() if name.startswith("ended_by/") and is_so]
         row["ended_by"] = ", ".join(ends).removeprefix("ended_by/")
     return row
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """What a table of a tracker shows of a sample: ``response`` has all of its turns."""
-    return {name: value for name, value in row.items() if name != "turns"}

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_rl.config.schema import Config
-from megatron_rl.loss.per_response.tails import tail_confidence
+from megatron_rl.loss.per_response.shaping import tail_confidence
 from megatron_rl.loss.segments import lifted
 from megatron_rl.passes import Output
 from megatron_rl.signals.base import Columns, Signal, StepView

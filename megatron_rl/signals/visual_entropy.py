@@ -21,7 +21,7 @@ from megatron_rl.errors import concerning
 from megatron_rl.models import FAMILIES, read_architecture
 from megatron_rl.models.parameter_map import vision_parameters
 from megatron_rl.protocols import ImageProcessor
-from megatron_rl.reporting.row_file import replace_text
+from megatron_rl.reporting.metrics_file import replace_text
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals.base import Columns, Signal, SignalSetup, StepView

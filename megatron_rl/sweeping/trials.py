@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.cli.overrides import as_override, quoted
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.observability import MAX_TAG
 from megatron_rl.config.schema import Config
+from megatron_rl.config.sections import MAX_TAG
 from megatron_rl.errors import ConfigError
 from megatron_rl.run.start import finished_text
 

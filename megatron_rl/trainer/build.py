@@ -42,7 +42,7 @@ from megatron_rl.run.run_record import data_fingerprint
 from megatron_rl.run.start import LOGS
 from megatron_rl.runtime.device import device, make_deterministic
 from megatron_rl.runtime.display import Display
-from megatron_rl.runtime.guard.signals import StopRequest
+from megatron_rl.runtime.guard.signals import noted_stop
 from megatron_rl.runtime.launch import World, log_to_file
 from megatron_rl.runtime.profiling import Profiler
 from megatron_rl.signals import Signals, SignalSetup, signals_of
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     """Collective. All input that can be wrong is read before policy and engine are built."""
-    stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
+    stop_requested = noted_stop()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
     turns = turns_of_run(config, tokenizer)
     with display.phase("reading the prompts", name="prompts"):
@@ -124,7 +124,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         world=world,
         display=display,
         profiler=Profiler(profile.steps, profile.kind, folder.path / "profile", world.rank),
-        stop_requested=stop_requested.__bool__,
+        stop_requested=stop_requested,
     )
 
 
@@ -180,8 +180,7 @@ def build_demonstrations(
                 " (method=ar3po, method=exgrpo)"
             )
         return None
-    plain = partial(tokenizer.encode, add_special_tokens=False)
-    encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
+    encode = encoder(tokenizer)
     limits = (config.batch.responses_per_prompt, config.rollout.max_response_tokens)
     if not hooks or any(KEY in prompt.extra for prompt in data.train_prompts):
         world.from_main(lambda: check_demonstrations(data.train_prompts, encode, *limits))
@@ -202,8 +201,7 @@ def read_prompts(
     data = shared_data(read, world, tokenizer, vision)
     if not config.warm_start.steps:
         return data, None
-    plain = partial(tokenizer.encode, add_special_tokens=False)
-    encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
+    encode = encoder(tokenizer)
     rows = shared_data(supervised(config), world, tokenizer, vision).train_prompts
     held_out = data.held_out_prompts if config.data.drop_eval_overlap else ()
     prompts = given_prompts(rows, held_out, encode, config.rollout.max_response_tokens)

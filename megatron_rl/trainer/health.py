@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.config.observability import MismatchLimits, NonFiniteConfig
+from megatron_rl.config.sections import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError, first_line
 from megatron_rl.passes import UpdateResult
 from megatron_rl.rollouts.rows.experience import Experience

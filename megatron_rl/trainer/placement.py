@@ -24,9 +24,8 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.passes import EXPERTS, LocalBatch
 from megatron_rl.protocols import BatchSharding
-from megatron_rl.rollouts.rows.exchange import exchange_rows
+from megatron_rl.rollouts.rows.exchange import Route, exchange_rows, owning_ranks
 from megatron_rl.rollouts.rows.experience import Experience
-from megatron_rl.rollouts.rows.ownership import Route, owning_ranks
 from megatron_rl.runtime.launch import World
 
 Plan = Sequence[Sequence[Sequence[int]]]

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.runtime.guard.signals import StopRequest
+from megatron_rl.runtime.guard.signals import noted_stop
 
 NUM_STEPS = 40
 
 
 def main(settings: dict[str, str]) -> None:
-    stop = StopRequest()
+    stop = noted_stop()
     dist.init_process_group("gloo")
     folder, main_rank = Path(settings["run_dir"]), dist.get_rank() == 0
     saved = folder / "step"
@@ -32,7 +32,7 @@ def main(settings: dict[str, str]) -> None:
     while step < NUM_STEPS:
         time.sleep(0.5)
         step += 1
-        wanted = torch.tensor(int(bool(stop)))
+        wanted = torch.tensor(int(stop()))
         dist.all_reduce(wanted)
         if wanted:
             if main_rank:

@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.config.method import load_method
-from megatron_rl.config.observability import MismatchLimits, NonFiniteConfig
+from megatron_rl.config.sections import MismatchLimits, NonFiniteConfig
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.backends.colocated import LaunchSampler

@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.engine.logits_processors import truncate_
 from megatron_rl.policy.passes.logprobs import Head, token_values
-from megatron_rl.rollouts.rows.exchange import exchange_rows, token_rows
-from megatron_rl.rollouts.rows.ownership import Route
+from megatron_rl.rollouts.rows.exchange import Route, exchange_rows, token_rows
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion
 from tests.ranks import on_ranks

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.load import compose, validate
@@ -23,7 +22,6 @@ from megatron_rl.rollouts.demonstrations import Demonstrations, encoder
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.rollouts.rollouts import Rollouts, step_rules
 from megatron_rl.rollouts.rows.verdicts import VerdictRules
-from megatron_rl.rollouts.sampling import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
@@ -65,9 +63,7 @@ def with_method(trainer: Trainer, config: Config) -> Trainer:
 
 
 def demonstrations_of(config: Config) -> Demonstrations:
-    tokenizer = load_tokenizer(config.model.path)
-    plain = partial(tokenizer.encode, add_special_tokens=False)
-    return Demonstrations(encoder(plain, stop_token_ids(tokenizer.eos_token_id)))
+    return Demonstrations(encoder(load_tokenizer(config.model.path)))
 
 
 def composed(overrides: Sequence[str]) -> Config:

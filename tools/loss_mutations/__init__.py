@@ -23,7 +23,6 @@ TESTS = {
     "segments": "test_advantages",
     "shaping": "test_shaping",
     "filters": "test_filters",
-    "tails": "test_shaping",
     "credit": "test_credit",
     "method": "test_method_config",
     "kl": "test_kl",

@@ -112,7 +112,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("advantages + gap, advantages)", "advantages * (1 + gap), advantages)"),
         ("gap = alpha * (prompt", "gap = (prompt"),
     ],
-    ("tails", "tail_confidence"): [
+    ("shaping", "tail_confidence"): [
         (".ceil().long().clamp(min=1)", ".floor().long().clamp(min=1)"),
         ("- ROUNDING).ceil()", "+ ROUNDING).ceil()"),
         (".ceil().long().clamp(min=1)", ".ceil().long()"),

@@ -11,9 +11,8 @@ from megatron_rl.config.model_config import model_sizes
 from megatron_rl.config.rules.engine_checks import engine_side, replica_problems
 from megatron_rl.config.rules.hardware import Machine, machine_problems
 from megatron_rl.config.rules.layout_rules import model_problems, replica_ranks, world_problems
-from megatron_rl.config.rules.source_rules import source_problems
+from megatron_rl.config.rules.source_rules import source_problems, warm_start_problems
 from megatron_rl.config.rules.teacher_rules import teacher_problems
-from megatron_rl.config.rules.warm_start_rules import warm_start_problems
 from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss.config import reward_scheme_errors

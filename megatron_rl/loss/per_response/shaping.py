@@ -8,14 +8,23 @@ inputs before the star, knobs after it (see ``choices.py``).
 from typing import Annotated, Literal
 
 import torch
+from jaxtyping import Float
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from megatron_rl.loss.choices import shaper
 from megatron_rl.loss.segments import Segments, segments_of
-from megatron_rl.loss.shapes import PerResponse, ResponseCounts, ResponseFlags, Scalar
+from megatron_rl.loss.shapes import (
+    PerResponse,
+    PerToken,
+    ResponseCounts,
+    ResponseFlags,
+    Scalar,
+    TokenIndex,
+)
 
 EasyForm = Literal["paper", "released"]
+ROUNDING = 1e-9  # share * tokens that is whole but for its last bit is not rounded up
 
 
 @shaper
@@ -126,7 +135,7 @@ def confidence_gap(
 ) -> PerResponse:
     """A + alpha (c(q) - c(o)) where p > 0, else A: only groups that are all wrong stay as they are.
 
-    c is ``tails.tail_confidence`` of the prompt and of the response, over the ``tail`` share of
+    c is ``tail_confidence`` of the prompt and of the response, over the ``tail`` share of
     their least likely tokens. It may change a sign.
     Source: ARM (arXiv 2602.05281).
     """
@@ -154,3 +163,25 @@ def _inside(share: Tensor) -> Tensor:
 def _safe(share: Tensor) -> Tensor:
     """``share``, with 1 in place of 0 so that the branch not taken stays finite."""
     return torch.where(share > 0, share, torch.ones_like(share))
+
+
+def tail_confidence(
+    logprobs: PerToken, index: TokenIndex, num_rows: int, *, tail: float
+) -> Float[Tensor, " rows"]:
+    """exp(mean logprob of the ``tail`` share of least likely tokens) of each row, in (0, 1].
+
+    Their number is rounded up, at least one. ``index``: the row of each token. A row without tokens
+    has 1.
+    Source: ARM (arXiv 2602.05281).
+    """
+    by_value = logprobs.argsort(stable=True)
+    order = by_value[index[by_value].argsort(stable=True)]  # by row, least likely first
+    row = index[order]
+    length = torch.zeros(num_rows, dtype=torch.int64, device=index.device)
+    length = length.index_add(0, index, torch.ones_like(index))
+    # 0, 1, 2, ... within each row: the place less that of the row's first token.
+    rank = torch.arange(len(order), device=index.device) - (length.cumsum(0) - length)[row]
+    wanted = (tail * length.double() - ROUNDING).ceil().long().clamp(min=1)
+    kept = logprobs[order].masked_fill(rank >= wanted[row], 0)
+    sums = torch.zeros(num_rows, dtype=logprobs.dtype, device=logprobs.device)
+    return (sums.index_add(0, row, kept) / wanted).exp()

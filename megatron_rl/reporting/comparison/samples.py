@@ -20,7 +20,7 @@ def samples_of(run: Run) -> tuple[list[Sample], list[str]]:
     last: dict[bool, Sample] = {}
     first_step = last_step = None
     damaged: list[int] = []
-    # Only a newline ends a line, as in ``row_file``: responses are untrusted text.
+    # Only a newline ends a line, as in ``metrics_file``: responses are untrusted text.
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             row = as_sample(line)

@@ -45,14 +45,14 @@ class WorkerSetup(PoolSetup):
     They judge single responses (``verifiers``), or call a function on whole batches.
 
     Example: ``WorkerSetup(plugins=(), verifiers=("math",), options=options, answer_pattern=None,
-    format_pattern="<a>.*</a>", function=None)``.
+    format_pattern="<a>.*</a>")``.
     """
 
     verifiers: tuple[str, ...]
     options: Options
     answer_pattern: str | None
     format_pattern: str | None
-    function: str | None
+    function: str | None = None
     server: Any = None  # a RewardServerConfig, or None; its imports are not for every worker
     server_limit_s: float = 0.0  # of a call
 

@@ -9,7 +9,9 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -35,13 +37,12 @@ class ResponseVerifier:
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
-        self._setup = setup
         self._verifiers = {name: verifier_class(name)(setup.options) for name in setup.verifiers}
         self._answer = _compiled(setup.answer_pattern)
         self._format = _compiled(setup.format_pattern)
         processes = any(verifier.starts_processes for verifier in self._verifiers.values())
         options = setup.options
-        self._limits = WorkerLimits(options.timeout_s, options.memory_bytes, processes)
+        self._limits = WorkerLimits("reward", options.timeout_s, options.memory_bytes, processes)
         for verifier in self._verifiers.values():
             verifier.prepare()
 
@@ -55,27 +56,14 @@ class ResponseVerifier:
         Args:
             name: the verifier; None: only the format is judged.
         """
-        self._limits.renew()
         verdict: dict[str, Any] = {"accuracy": 0.0, "format": 0.0, "problem": None}
         if len(response) > _MAX_RESPONSE_CHARACTERS:
             problem = f"it is too long to judge: over {_MAX_RESPONSE_CHARACTERS} characters"
             return {**verdict, "problem": problem}
         # A scorer that draws random numbers gives one response one verdict, whatever came before.
         seed_libraries(0)
-        try:
-            with self._limits:
-                self._fill(verdict, name, task, response)
-        except OutOfTimeError:
-            limit = f"reward.timeout_s = {self._setup.options.timeout_s:g} s"
-            verdict["problem"] = f"no verdict within {limit}"
-            verdict["last"] = True
-        except MemoryError:
-            limit = f"reward.memory_gib = {self._setup.options.memory_bytes / 2**30:g} GiB"
-            verdict["problem"] = f"MemoryError: it wanted more than {limit}"
-            verdict["last"] = True
-        except Exception as error:  # noqa: BLE001 - verifiers raise anything; the reason is kept
-            verdict["problem"] = reason(error)
-        return verdict
+        work = partial(self._fill, verdict, name, task, response)
+        return verdict | self._limits.problem_of(work)
 
     def _fill(self, verdict: dict[str, Any], name: str | None, task: Task, response: str) -> None:
         """Writes each result as soon as it is known, so that what comes later cannot lose it."""
@@ -115,20 +103,43 @@ def seed_libraries(seed: int) -> None:
 
 @dataclass
 class WorkerLimits:
-    """Of a worker: ``renew`` before each item, then ``with limits:``, which raises OutOfTimeError
-    inside after ``seconds``.
+    """Of a worker: inside ``with limits:`` OutOfTimeError is raised after ``seconds``, and again
+    every ``_AGAIN_S`` for code that catches it.
 
-    It raises again every ``_AGAIN_S`` for code that catches it. ``processes``: it may start some.
+    Attributes:
+        section: of the configuration that says them.
+        processes: It may start some.
+        fatal: Errors after which another worker has to take over.
     """
 
+    section: str
     seconds: float
     memory_bytes: int
     processes: bool
+    fatal: tuple[type[Exception], ...] = ()
     _is_set: bool = False
     _cpu_limited_at: float = -math.inf
     _armed: bool = False
 
-    def renew(self) -> None:
+    def problem_of(self, work: Callable[[], None]) -> dict[str, Any]:
+        """Does the work of one item: ``problem`` where it did not come to its end, and ``last``
+        where this process must not do another."""
+        self._renew()
+        limit = f"{self.section}.memory_gib = {self.memory_bytes / 2**30:g} GiB"
+        try:
+            with self:
+                work()
+        except OutOfTimeError:
+            problem = f"no answer within {self.section}.timeout_s = {self.seconds:g} s"
+            return {"problem": problem, "last": True}
+        except MemoryError:
+            return {"problem": f"MemoryError: it wanted more than {limit}", "last": True}
+        except Exception as error:  # noqa: BLE001 - the item's code; the reason is kept
+            found = {"problem": reason(error)}
+            return {**found, "last": True} if isinstance(error, self.fatal) else found
+        return {}
+
+    def _renew(self) -> None:
         """Outside of what turns errors of an item's code into its problem."""
         # Not before the first item: the server itself must stay free to fork.
         if not self._is_set:

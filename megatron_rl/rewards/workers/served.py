@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.config.reward_server import RewardServerConfig
+from megatron_rl.config.sections import RewardServerConfig
 from megatron_rl.errors import first_line
 from megatron_rl.rewards.base import Task
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.data.token_rows import Ranks
 from megatron_rl.protocols import Generator
 from megatron_rl.rollouts.backends.replica import Replica, ReplicaTask, worker_name
 from megatron_rl.rollouts.dispatcher import Dispatcher, Event, GenerationRequest, StepSummary
@@ -19,7 +20,6 @@ from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.rollouts.rollouts import SampledStep
 from megatron_rl.rollouts.rows.metrics import Clock
-from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.scheduler import Scheduler

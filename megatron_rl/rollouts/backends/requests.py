@@ -29,16 +29,12 @@ from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 
 
-class WeightVersionError(ValueError):
-    """A response was sampled with other weights than it was asked of."""
-
-
 def check_versions(request: Request, completion: Completion, *, exact: bool) -> None:
-    """``exact``: in lockstep. Raises WeightVersionError."""
+    """``exact``: in lockstep. Raises ValueError."""
     versions = [span.version for span in completion.spans]
     wrong = versions != [request.version] if exact else min(versions) < request.version
     if wrong:
-        raise WeightVersionError(
+        raise ValueError(
             f"a response that was to be sampled with weights version {request.version}"
             f"{'' if exact else ' or newer'} comes from {versions}; another program may have"
             " sent weights to a server of this run"

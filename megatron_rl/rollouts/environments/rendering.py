@@ -20,10 +20,6 @@ _RESULT = "a result"
 _WITH_IMAGE = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "words"}]}
 
 
-class TemplateError(ValueError):
-    """The chat template cannot continue a conversation token for token."""
-
-
 class MessageRendering:
     """The tokens of messages that follow a sampled turn.
 
@@ -35,13 +31,13 @@ class MessageRendering:
         """``roles``: of the messages that will be rendered; ``path``: of the model.
 
         Raises:
-            TemplateError: there is no template, or what it makes of such a message depends on the
+            ValueError: there is no template, or what it makes of such a message depends on the
                 turns before, or changes them.
         """
         self._tokenizer = tokenizer
         self._where = f"the chat template of model.path = {path}"
         if tokenizer.chat_template is None:
-            raise TemplateError(f"model.path = {path}: has no chat template; env needs one")
+            raise ValueError(f"model.path = {path}: has no chat template; env needs one")
         assert isinstance(tokenizer.eos_token_id, int), "the tokenizer has one end token"
         self.end_token_id = tokenizer.eos_token_id
         self._end = str(tokenizer.convert_ids_to_tokens(self.end_token_id))
@@ -58,7 +54,7 @@ class MessageRendering:
     def tokens(self, messages: Sequence[Message]) -> list[int]:
         """What is appended to a turn that ended with ``end_token_id``, up to the next answer.
 
-        Raises TemplateError, as at the start, for a role that was not named there.
+        Raises ValueError, as at the start, for a role that was not named there.
         """
         for role in {one["role"] for one in messages} - self._checked:
             self._check(role)
@@ -82,14 +78,14 @@ class MessageRendering:
         # The first mark: a message may hold one as well.
         before, _, behind = whole.partition(_MARK)
         if before != read:
-            raise TemplateError(
+            raise ValueError(
                 f"{self._where}: writes earlier turns otherwise once others follow"
                 f" ({before[-40:]!r}, where the model has read {read[-40:]!r}), so a policy would"
                 " be trained on other tokens than it has sampled; give the model a template that"
                 " keeps them, or set env=single"
             )
         if not behind.startswith(self._end):
-            raise TemplateError(
+            raise ValueError(
                 f"{self._where}: does not end an answer with {self._end!r}, the end token of the"
                 f" tokenizer, but with {behind[:20]!r}; correct one of them, or set env=single"
             )
@@ -104,7 +100,7 @@ class MessageRendering:
             first, *others = (self._behind(start, messages) for start in starts)
             for other in others:
                 if first != other or _RESULT not in first:
-                    raise TemplateError(
+                    raise ValueError(
                         f"{self._where}: what it writes of a message of the role {role} depends on"
                         f" the turns before it ({first[:40]!r}, {other[:40]!r}), or leaves it out;"
                         " give the model a template that does not, or set env=single"
@@ -112,7 +108,7 @@ class MessageRendering:
             turn = self._rendered(_starts(role)[0]) + _MARK + self._end
             apart = [*self._encoded(turn), *self._encoded(first)]
             if apart != self._encoded(turn + first):
-                raise TemplateError(
+                raise ValueError(
                     f"{self._where}: what follows {self._end!r} has other tokens by itself than"
                     " behind it (the tokenizer adds some to each text); give the model another"
                     " tokenizer, or set env=single"
@@ -127,7 +123,7 @@ class MessageRendering:
                 messages, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:
-            raise TemplateError(
+            raise ValueError(
                 f"{self._where}: fails at messages of an environment ({first_line(error)}); give"
                 " the model one for tools, or set env=single"
             ) from error

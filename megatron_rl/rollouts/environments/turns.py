@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.schema import Config
+from megatron_rl.config.sections import EnvironmentConfig
 from megatron_rl.engine.call_formats import CallFormat
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.errors import concerning
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.build import as_task
 from megatron_rl.rewards.workers.pool import WorkerPool
-from megatron_rl.rollouts.batch_thread import BatchThread
 from megatron_rl.rollouts.environments.answers import (
     FOLDER,
     RecordedAnswers,
@@ -29,6 +28,7 @@ from megatron_rl.rollouts.environments.base import EnvironmentSettings, environm
 from megatron_rl.rollouts.environments.outcomes import Outcome, turns_of
 from megatron_rl.rollouts.environments.rendering import MessageRendering
 from megatron_rl.rollouts.environments.worker import EpisodeSetup
+from megatron_rl.rollouts.reward_thread import BatchThread
 from megatron_rl.types import APPENDED, Completion, Prompt, Score
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,8 @@ from typing import Any
 import megatron_rl.rollouts.environments.agent
 import megatron_rl.rollouts.environments.tools  # noqa: F401 (both register the package's own)
 from megatron_rl.rewards.base import Task
-from megatron_rl.rewards.workers.messages import PoolSetup, reason
-from megatron_rl.rewards.workers.response_verifier import (
-    OutOfTimeError,
-    WorkerLimits,
-    seed_libraries,
-)
+from megatron_rl.rewards.workers.messages import PoolSetup
+from megatron_rl.rewards.workers.response_verifier import WorkerLimits, seed_libraries
 from megatron_rl.rewards.workers.values import await_value, score
 from megatron_rl.rollouts.environments.base import (
     Done,
@@ -59,27 +55,19 @@ class Episodes:
         self._settings = settings
         self._class = environment_class(settings.name)
         self._open: OrderedDict[tuple[str, int], tuple[list[str], Environment]] = OrderedDict()
-        processes = self._class.starts_processes
-        self._limits = WorkerLimits(settings.timeout_s, settings.memory_bytes, processes)
+        limits = (settings.timeout_s, settings.memory_bytes, self._class.starts_processes)
+        # After a failure of a tool another worker connects anew.
+        self._limits = WorkerLimits("env", *limits, fatal=(ToolFailure,))
 
     def verify(self, task: Task, seed: int, turns: Sequence[str]) -> dict[str, Any]:
         """What follows the last turn: ``messages``, ``done`` (``reward``, ``accuracy`` and
         ``parts``, or empty where it gives no reward), or ``problem``; ``last`` as of
         ``ResponseVerifier.verify``. ``turns``: all texts so far."""
-        self._limits.renew()
-        try:
-            with self._limits:
-                return self._answer(task, seed, turns)
-        except OutOfTimeError:
-            limit = f"env.timeout_s = {self._settings.timeout_s:g} s"
-            return {"problem": f"no answer within {limit}", "last": True}
-        except MemoryError:
-            limit = f"env.memory_gib = {self._settings.memory_bytes / 2**30:g} GiB"
-            return {"problem": f"MemoryError: it wanted more than {limit}", "last": True}
-        except ToolFailure as error:
-            return {"problem": reason(error), "last": True}  # another worker connects anew
-        except Exception as error:  # noqa: BLE001 - the user's code; the reason is kept
-            return {"problem": reason(error)}
+        answer: dict[str, Any] = {}
+        return (
+            self._limits.problem_of(lambda: answer.update(self._answer(task, seed, turns)))
+            or answer
+        )
 
     def _answer(self, task: Task, seed: int, turns: Sequence[str]) -> dict[str, Any]:
         key = (task.uid, seed)

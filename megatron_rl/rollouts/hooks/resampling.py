@@ -9,22 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.hooks.base import ROLLOUT_HOOKS, Ask, SamplingHook, ScoredGroup
 from megatron_rl.knobs import Named
 from megatron_rl.rollouts import demonstrations
+from megatron_rl.rollouts.rows.exchange import spans_of
 from megatron_rl.rollouts.rows.experience import ROW_ARRAYS, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.types import (
-    APPENDED,
     DEMONSTRATED,
     Completion,
     Prompt,
     Sampling,
     Score,
-    VersionSpan,
 )
 
 # Of one hook in one step: more is a hook that does not come to an end.
@@ -189,19 +188,11 @@ def right_responses(responses: Responses, gather: Gather) -> list[tuple[Prompt, 
     ):
         if responses.scores[row].correct and not responses.is_demonstration[row]:
             ids, logprobs, *kept = [array(each.dtype.char, each.tobytes()) for each in columns]
-            spans = () if flags is None else _spans(flags[at])
+            spans = () if flags is None else spans_of(flags[at], DEMONSTRATED)
             places = kept[0] if kept else None
             mine[row] = Completion(ids, logprobs, False, DEMONSTRATED, spans, kept=places)
     found = {row: one for of_rank in gather(mine) for row, one in of_rank.items()}
     return [(responses.prompts[row], found[row]) for row in sorted(found)]
-
-
-def _spans(sampled: Bool[np.ndarray, " tokens"]) -> tuple[VersionSpan, ...]:
-    """Of a demonstration, parts of which an environment has appended."""
-    ends = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(sampled)]
-    return tuple(
-        VersionSpan(DEMONSTRATED if sampled[end - 1] else APPENDED, end) for end in ends if end
-    )
 
 
 def scored_groups(responses: Responses) -> list[ScoredGroup]:

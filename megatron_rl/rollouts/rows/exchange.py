@@ -1,20 +1,79 @@
-"""Token rows on their way between ranks: a few flat buffers in place of objects."""
+"""Token rows on their way between ranks: a few flat buffers in place of objects.
+
+Every rank knows the lengths of all rows, so every rank knows without being told which rank holds
+the tokens of which row, before and after they travel.
+"""
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Int, Shaped
 
-from megatron_rl.data.token_rows import RowNumbers, TokenRows
+from megatron_rl.data.token_rows import Ranks, RowNumbers, TokenRows
 from megatron_rl.models.experts import not_given
 from megatron_rl.passes import EXPERTS
 from megatron_rl.rollouts.rows.experience import Passage, Response, Responses
-from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import APPENDED, PLACES, Completion, Prompt, VersionSpan
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of all rows of a step. ``lengths``: response tokens of each row; ``source``: the rank
+    that has it; ``target``: the rank that is to have it.
+
+    Example, two ranks that have sampled two rows each, and exchange one each:
+    ``Route(lengths=[5, 7, 2, 3], source=[0, 0, 1, 1], target=[0, 1, 0, 1])``.
+    """
+
+    lengths: Int[np.ndarray, " rows"]
+    source: Ranks
+    target: Ranks
+
+    def outgoing(self, rank: int) -> Int[np.ndarray, " sent"]:
+        """Rows that ``rank`` sends, by target, of one target in canonical order."""
+        rows = np.flatnonzero(self.source == rank)
+        return rows[np.argsort(self.target[rows], kind="stable")]
+
+    def incoming(self, rank: int) -> Int[np.ndarray, " received"]:
+        """Rows that ``rank`` receives, by source, of one source in canonical order."""
+        rows = np.flatnonzero(self.target == rank)
+        return rows[np.argsort(self.source[rows], kind="stable")]
+
+    def tokens_to(self, rank: int, num_ranks: int) -> list[int]:
+        """Tokens that ``rank`` sends to each rank."""
+        return _tokens(self.target, self.lengths, self.source == rank, num_ranks)
+
+    def tokens_from(self, rank: int, num_ranks: int) -> list[int]:
+        """Tokens that ``rank`` receives from each rank."""
+        return _tokens(self.source, self.lengths, self.target == rank, num_ranks)
+
+
+def _tokens(peer: Ranks, lengths: Ranks, rows: np.ndarray, num_ranks: int) -> list[int]:
+    # Weights are summed as floats; numbers of tokens are exact in them.
+    return np.bincount(peer[rows], lengths[rows], num_ranks).astype(int).tolist()
+
+
+def owning_ranks(
+    plans: Sequence[Sequence[Sequence[Sequence[int]]]], num_rows: int, owners: Sequence[int]
+) -> Ranks:
+    """The rank that trains each row. ``plans``: micro-batches by data-parallel rank, one plan for
+    each minibatch of a pass, which name every row at most once; ``owners``: the rank that takes the
+    rows of a data-parallel rank. A row that no plan names goes to its place modulo the owners.
+
+    Example, one plan for two data-parallel ranks whose first processes are ranks 0 and 4:
+    ``owning_ranks([[[[0, 2]], [[1]]]], 3, [0, 4]) == [0, 4, 0]``.
+    """
+    result = np.asarray(owners, dtype=np.int64)[np.arange(num_rows) % len(owners)]
+    for plan in plans:
+        for owner, microbatches in zip(owners, plan, strict=True):
+            for rows in microbatches:
+                result[rows] = owner
+    return result
 
 
 def token_rows(
@@ -151,7 +210,7 @@ def on_main(
             array("f", logprobs.tobytes()),
             bool(chosen.truncated[row]),
             int(chosen.weight_versions[row]),
-            () if flags is None else _spans(flags[row], int(chosen.weight_versions[row])),
+            () if flags is None else spans_of(flags[row], int(chosen.weight_versions[row])),
         )
         text = decode(ids.tolist())
         ends = [span.end for span in completion.spans]
@@ -163,7 +222,7 @@ def on_main(
     return result
 
 
-def _spans(sampled: Bool[np.ndarray, " tokens"], version: int) -> tuple[VersionSpan, ...]:
+def spans_of(sampled: Bool[np.ndarray, " tokens"], version: int) -> tuple[VersionSpan, ...]:
     """True True False of version 4 are ``(VersionSpan(4, 2), VersionSpan(APPENDED, 3))``."""
     if not len(sampled):
         return ()

@@ -12,11 +12,10 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from megatron_rl.annealing import Annealing
-from megatron_rl.data.token_rows import RowNumbers, TokenRows
+from megatron_rl.data.token_rows import Ranks, RowNumbers, TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import EXPERTS, LocalBatch, TokenScores
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
-from megatron_rl.rollouts.rows.ownership import Ranks
 from megatron_rl.types import Completion, Prompt, Score, Sequences
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
@@ -72,22 +72,25 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     for name, chosen in (("correct", correct), ("wrong", ~correct)):
         if is_judged and chosen.any():
             metrics[f"rollout/response_tokens_{name}_mean"] = lengths[chosen].mean().item()
-    parts: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        for name, value in experience.responses.scores[row].parts.items():
-            parts[name].append(value)
     response_lengths = experience.sequences.response_lengths[rows]
     metrics |= temperature_metrics(experience.annealing, response_lengths)
     metrics |= experience.hook_metrics
     metrics |= experience.source_metrics
-    facts: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        for name, value in experience.responses.scores[row].environment.items():
-            facts[name].append(value)
+    scores = [experience.responses.scores[row] for row in rows]
+    facts = _by_name(score.environment for score in scores)
     metrics |= {f"environment/{name}": fmean(values) for name, values in facts.items()}
+    parts = _by_name(score.parts for score in scores)
     for name, values in sorted(parts.items()):
         metrics[f"reward/part/{name}"] = sum(values) / len(values)
     return metrics
+
+
+def _by_name(several: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for values in several:
+        for name, value in values.items():
+            found[name].append(value)
+    return found
 
 
 def temperature_metrics(
@@ -173,12 +176,8 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
     last learning rate."""
     if not updates:
         return {}
-    values: dict[str, list[float]] = defaultdict(list)
-    for update in updates:
-        for key, value in update.metrics.items():
-            values[key].append(value)
-        values["loss/total"].append(update.loss)
-        values["optim/grad_norm"].append(update.grad_norm)
+    own = [{"loss/total": one.loss, "optim/grad_norm": one.grad_norm} for one in updates]
+    values = _by_name([*(update.metrics for update in updates), *own])
     metrics: dict[str, float] = {}
     for key, of_steps in values.items():
         metrics[key] = largest(of_steps) if key.endswith("_max") else fmean(of_steps)

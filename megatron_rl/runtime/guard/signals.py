@@ -10,24 +10,18 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.failure import STATE, FailureMessage, exit_process
 
 
-class StopRequest:
-    """True once SIGUSR1 has arrived. Create it in the main thread."""
-
-    def __init__(self) -> None:
-        self._requested = False
-        signal.signal(signal.SIGUSR1, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._requested = True
-
-    def __bool__(self) -> bool:
-        return self._requested
+def noted_stop() -> Callable[[], bool]:
+    """Whether SIGUSR1 has arrived, from now on. For the main thread."""
+    came: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    return lambda: bool(came)
 
 
 def answer_termination() -> None:

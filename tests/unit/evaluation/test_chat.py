@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.evaluation.chat import said
+from megatron_rl.evaluation.sample import said
 from megatron_rl.rollouts.rows.experience import Passage
 
 

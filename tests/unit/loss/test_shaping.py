@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.loss.per_response import shaping, tails
+from megatron_rl.loss.per_response import shaping
 from megatron_rl.loss.segments import segments_of
 from tests.unit.loss.groups import flags, same, vector
 
@@ -125,14 +125,14 @@ def test_tail_confidence_by_hand() -> None:
     token, itself. Row 2: none. Row 3: of five exactly one, -1.5."""
     logprobs = vector(-1, -0.5, -4, -2, -0.1, -3, -0.2, -0.7, -0.1, -1.5, -0.3, -0.4)
     index = torch.tensor([0, 1, 0, 0, 0, 0, 0, 3, 3, 3, 3, 3])
-    found = tails.tail_confidence(logprobs, index, 4, tail=0.2)
+    found = shaping.tail_confidence(logprobs, index, 4, tail=0.2)
     same(found, 0.030197, 0.606531, 1, 0.223130)
-    found = tails.tail_confidence(logprobs, index, 4, tail=1.0)
+    found = shaping.tail_confidence(logprobs, index, 4, tail=1.0)
     same(found, 0.179664, 0.606531, 1, 0.548812)  # exp(-10.3 / 6), exp(-3 / 5)
 
 
 def test_a_share_that_is_whole_but_for_rounding_is_not_rounded_up() -> None:
     """0.2 * 35 is 7.000000000000001 in float64: the eighth token takes no part."""
     logprobs = vector(*[-7.0] * 7, *[-1.0] * 28)
-    found = tails.tail_confidence(logprobs, torch.zeros(35, dtype=torch.int64), 1, tail=0.2)
+    found = shaping.tail_confidence(logprobs, torch.zeros(35, dtype=torch.int64), 1, tail=0.2)
     same(found, 0.000912, tolerance=1e-6)

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from megatron_rl.reporting.metrics_file import read_metrics
-from megatron_rl.reporting.row_file import archive_rows, check_rows
+from megatron_rl.reporting.metrics_file import archive_rows, check_rows, read_metrics
 
 
 def write(path, *steps, end=""):

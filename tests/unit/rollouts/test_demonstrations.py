@@ -24,7 +24,15 @@ from megatron_rl.types import Prompt
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import build_bandit, rows
 
-ENCODE = encoder(lambda text: [ord(letter) for letter in text], (1, 7))
+
+class Letters:
+    eos_token_id = 1
+
+    def encode(self, text: str, **_: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+ENCODE = encoder(Letters())
 
 
 def prompt(uid: str, given: Any = None) -> Prompt:

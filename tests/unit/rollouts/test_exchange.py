@@ -13,12 +13,12 @@ import torch
 from megatron_rl.data.sequences import response_tokens, sequence_batch
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.rows.exchange import (
+    Route,
     exchange_rows,
     expert_rows,
     on_main,
     token_rows,
 )
-from megatron_rl.rollouts.rows.ownership import Route
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import APPENDED, Completion, Prompt, Sampling, Score, VersionSpan

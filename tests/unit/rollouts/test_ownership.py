@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollouts.rows.ownership import Route, owning_ranks
+from megatron_rl.rollouts.rows.exchange import Route, owning_ranks
 
 
 def test_the_examples():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AddedToken
 
-from megatron_rl.rollouts.environments.rendering import MessageRendering, TemplateError
+from megatron_rl.rollouts.environments.rendering import MessageRendering
 from tests.unit.data.toy import character_tokenizer
 from tests.unit.rollouts.test_turns import TEMPLATE
 
@@ -52,7 +52,7 @@ def test_text_of_a_result_ends_no_message() -> None:
 def test_a_role_that_was_not_named_is_tried_when_it_comes() -> None:
     made_by = rendering(TEMPLATE.replace(CONTENT, NUMBERED), "user")
     made_by.tokens([{"role": "user", "content": "fine"}])
-    with pytest.raises(TemplateError, match="of the role tool depends on"):
+    with pytest.raises(ValueError, match="of the role tool depends on"):
         made_by.tokens([{"role": "tool", "content": "1"}])
 
 
@@ -79,7 +79,7 @@ def test_a_role_that_was_not_named_is_tried_when_it_comes() -> None:
     ],
 )
 def test_a_template_that_is_not_prefix_stable_is_refused(template: str | None, words: str) -> None:
-    with pytest.raises(TemplateError, match=words) as caught:
+    with pytest.raises(ValueError, match=words) as caught:
         rendering(template)
     assert "/m" in str(caught.value)
 
@@ -94,5 +94,5 @@ def test_a_template_that_goes_on_otherwise_behind_an_image_is_refused(tmp_path: 
     again = "{{ 'seen: ' if m['role'] == 'user' and messages[0]['content'] is not string }}"
     template = sees.replace("{% if m", again + "{% if m")
     rendering(template, "user")  # of a model of text
-    with pytest.raises(TemplateError, match="role user depends on the turns before"):
+    with pytest.raises(ValueError, match="role user depends on the turns before"):
         MessageRendering(character_tokenizer(template), ("user",), str(tmp_path))

@@ -22,7 +22,6 @@ from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.requests import ServerParts
 from megatron_rl.rollouts.backends.served import ServerEngines
 from megatron_rl.rollouts.backends.servers import ServerBackend
-from megatron_rl.rollouts.batch_thread import BatchThread
 from megatron_rl.rollouts.demonstrations import (
     DEMONSTRATED,
     Demonstrations,
@@ -33,7 +32,7 @@ from megatron_rl.rollouts.environments.turns import Turns, Waiting
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.jobs import GenerationJob
 from megatron_rl.rollouts.post_rollout import PostRollout
-from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.rollouts.reward_thread import BatchThread, RewardThread
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.experience import Experience
 from megatron_rl.rollouts.rows.verdicts import VerdictRules

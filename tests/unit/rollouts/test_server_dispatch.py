@@ -13,7 +13,6 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.backends import loop_thread
 from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.readiness import NoServerError
-from megatron_rl.rollouts.backends.requests import WeightVersionError
 from megatron_rl.rollouts.backends.servers import ServerBackend
 from megatron_rl.rollouts.prompts import PromptStream
 from megatron_rl.runtime.display import Progress
@@ -322,7 +321,7 @@ def test_what_no_other_server_could_mend_ends_the_run(start, schedule):
     elif schedule == "reward":
         changes, error, words = {"reward": Fails()}, RuntimeError, "the judge is out"
     else:
-        error, words = WeightVersionError, r"weights version 0 comes from \[5\]"
+        error, words = ValueError, r"weights version 0 comes from \[5\]"
     dispatcher = start(fleet, **changes)
     servers = dispatcher.drained(0)
     fleet.versions["a"] = 5 if schedule == "version" else 0

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.config.observability import MismatchLimits, NonFiniteConfig
+from megatron_rl.config.sections import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError
 from megatron_rl.passes import UpdateResult
 from megatron_rl.rollouts.rows.metrics import update_metrics

@@ -13,7 +13,7 @@ import torch
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.method import load_method
 from megatron_rl.config.rules.checks import num_optimizer_steps
-from megatron_rl.config.rules.warm_start_rules import warm_start_problems
+from megatron_rl.config.rules.source_rules import warm_start_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.rollouts import Rollouts
