@@ -246,7 +246,8 @@ class MegatronPolicy:
             norm, skipped = optimizer.step(self.optimizer, self.optim, rate, totals.loss)
         self.optimizer_steps += 1
         taken = None if buffer is None else buffer.read()
-        return UpdateResult(totals.loss, norm, rate, skipped, totals.metrics, taken)
+        metrics = totals.metrics | self._routing.load()
+        return UpdateResult(totals.loss, norm, rate, skipped, metrics, taken)
 
     def backward(
         self,

@@ -202,7 +202,7 @@ class Passes:
             length = max(lengths)
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, outputs=outputs, backward=backward)
-        with torch.set_grad_enabled(backward), self.routing.in_pass():
+        with torch.set_grad_enabled(backward), self.routing.in_pass(backward=backward):
             return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],

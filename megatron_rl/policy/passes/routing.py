@@ -14,6 +14,7 @@ from megatron_rl.models import Architecture
 from megatron_rl.models.experts import expert_bytes, expert_width, packed_experts, unpacked_experts
 from megatron_rl.policy.batches.microbatches import Microbatch, prompt_owners
 from megatron_rl.policy.parallel import Ranks
+from megatron_rl.policy.passes.expert_load import ExpertLoad, load_metrics
 from megatron_rl.runtime.device import to_device
 from megatron_rl.types import SequenceBatch
 
@@ -102,12 +103,15 @@ class Routing:
     def __init__(self, chunks: Sequence[torch.nn.Module], arch: Architecture, ranks: Ranks) -> None:
         self._ranks = ranks
         self._record: ExpertRecord | None = None
+        self._load: ExpertLoad | None = None
+        self._counts = False
         self._routers: dict[torch.nn.Module, list[ReplayedRouter]] = {}
         if not arch.num_experts:
             return
         self._num_bytes = expert_bytes(arch.num_experts)
         self._layer_bytes = arch.experts_per_token * self._num_bytes
         self._width = expert_width(arch)
+        self._load = ExpertLoad(arch, next(chunks[0].parameters()).device)
         config: Any = chunks[0].config
         self._is_cut = config.sequence_parallel
         again = config.recompute_granularity == "full"
@@ -132,17 +136,31 @@ class Routing:
     def end(self, chunk: torch.nn.Module, microbatch: Microbatch) -> None:
         """After it."""
         # Without sequence parallelism all tensor ranks have the same tokens: one writes.
-        if self._record is None or (not self._is_cut and self._ranks.tensor_rank):
+        if not self._routers or (not self._is_cut and self._ranks.tensor_rank):
             return
         places = self._own(microbatch.places)
-        for router in self._routers.get(chunk, ()):
+        counted = None
+        if self._counts:
+            counted = to_device(self._own(microbatch.in_response), microbatch.token_ids.device)
+        for router in self._routers[chunk]:
             assert router.chosen is not None
-            packed = packed_experts(router.chosen, self._num_bytes)
-            self._record.write(places, self._columns(router).start, packed)
+            if self._record is not None:
+                packed = packed_experts(router.chosen, self._num_bytes)
+                self._record.write(places, self._columns(router).start, packed)
+            if self._load is not None and counted is not None:
+                self._load.add(router.layer, router.chosen, counted)
+
+    def load(self) -> dict[str, float]:
+        """Collective: metrics of the load of experts in the last pass with a backward."""
+        return {} if self._load is None else load_metrics(self._load.total())
 
     @contextmanager
-    def in_pass(self) -> Iterator[None]:
-        """Around all micro-batches of a pass: nothing is left of them, also after an error."""
+    def in_pass(self, *, backward: bool) -> Iterator[None]:
+        """Around all micro-batches of a pass: nothing is left of them, also after an error. With a
+        ``backward`` the tokens of experts are counted."""
+        self._counts = backward
+        if backward and self._load is not None:
+            self._load.start()
         try:
             yield
         finally:
