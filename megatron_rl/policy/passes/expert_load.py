@@ -1,10 +1,13 @@
-"""How many tokens each expert gets in an update."""
+"""How many tokens each expert gets in an update, and what makes that even: losses of routers, and
+steps of their biases. All are of response tokens: those of prompts are computed once or for every
+response, and a response once in every layout and cut into micro-batches."""
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from megatron_rl.config.schema import OptimConfig
 from megatron_rl.models import Architecture
 
 
@@ -22,17 +25,38 @@ def load_metrics(load: Float[Tensor, "layers experts"]) -> dict[str, float]:
     }
 
 
-class ExpertLoad:
-    """Tokens of responses that go to each expert of each layer.
+def bias_step(load: Float[Tensor, "... experts"], rate: float) -> Float[Tensor, "... experts"]:
+    """What is added to the biases of a router: up where the load is below the mean of its layer.
 
-    Tokens of prompts are left out: they are computed once or for every response, and a response
-    once in every layout and cut into micro-batches.
+    Example: loads 3, 1, 0, 0 at rate 0.1 give -0.1, 0, 0.1, 0.1. Source: Wang et al. 2024,
+    arXiv:2408.15664, algorithm 1, of DeepSeek-V3.
+    """
+    return (rate * (load.mean(-1, keepdim=True) - load).sign()).float()
+
+
+class ExpertLoad:
+    """The load of the experts of each layer, over all ranks, and the losses of their routers.
+
+    A layer adds ``router_aux_loss_coef * experts * sum_i f_i P_i`` to the loss: f_i is the share of
+    all choices that fell on expert i, P_i the mean of its score in those of its token, which sum to
+    1; both over the minibatch, whose f is therefore counted before its first micro-batch. And
+    ``router_z_loss_coef * mean(logsumexp(logits) ** 2)``.
+
+    Sources: Fedus et al. 2021, arXiv:2101.03961, eq. 4, with f of the global batch: Qiu et al.
+    2025, arXiv:2501.11873, eq. 4; Zoph et al. 2022, arXiv:2202.08906, eq. 5.
     """
 
-    def __init__(self, arch: Architecture, device: torch.device) -> None:
-        layers = arch.num_layers - arch.num_dense_layers
+    def __init__(self, arch: Architecture, optim: OptimConfig | None, device: torch.device) -> None:
+        size = (arch.num_layers - arch.num_dense_layers, arch.num_experts)
         # Whole numbers, which float64 adds exactly in any order.
-        self._counts = torch.zeros(layers, arch.num_experts, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(size, dtype=torch.float64, device=device)
+        self._shares: Tensor | None = None
+        self._num_tokens = self._counts.new_ones(())
+        self._per_token = arch.experts_per_token
+        self._is_sigmoid = arch.sigmoid_router
+        self.aux_coef = optim.router_aux_loss_coef if optim else 0.0
+        self.z_coef = optim.router_z_loss_coef if optim else 0.0
+        self.bias_rate = optim.router_bias_rate if optim else 0.0
 
     def start(self) -> None:
         self._counts.zero_()
@@ -49,3 +73,24 @@ class ExpertLoad:
         total = self._counts.clone()
         dist.all_reduce(total)
         return total
+
+    def fix(self) -> None:
+        """Collective: losses are of the tokens counted until now."""
+        load = self.total()
+        choices = load.sum(1, keepdim=True)
+        self._shares = (load / choices).float()
+        self._num_tokens = choices.amax() / self._per_token
+
+    def loss(
+        self, layer: int, logits: Float[Tensor, "tokens experts"], counted: Bool[Tensor, " tokens"]
+    ) -> Tensor:
+        """What a micro-batch adds to the losses of a router on this rank."""
+        assert self._shares is not None, "the minibatch was not counted"
+        logits = logits.float()
+        weight = counted / self._num_tokens.float()
+        scores = logits.softmax(-1)
+        if self._is_sigmoid:
+            scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+        even = logits.shape[1] * (weight @ scores * self._shares[layer]).sum()
+        small = (weight * logits.logsumexp(-1).square()).sum()
+        return self.aux_coef * even + self.z_coef * small

@@ -40,6 +40,10 @@ _OF_OTHER_TOKENS = (PROMPT_LOGPROBS, EXPERTS)
 Consume = Callable[[Microbatch, TokenValues], tuple[Tensor, Any]]
 
 
+def _nothing(_: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+    return values.logprobs.new_zeros(()), None
+
+
 class _SequenceSum(torch.autograd.Function):
     """All-reduce over the context ranks; of the gradient too, as every rank's loss uses the sum."""
 
@@ -153,7 +157,7 @@ class ScoreBuffer:
 
         def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
             self.write(microbatch, values)
-            return values.logprobs.new_zeros(()), None
+            return _nothing(microbatch, values)
 
         passes.run(microbatches, consume, outputs, backward=False)
 
@@ -190,6 +194,7 @@ class Passes:
         outputs: Outputs = (),
         *,
         backward: bool,
+        counts: bool = False,
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
         last stage)."""
@@ -202,7 +207,7 @@ class Passes:
             length = max(lengths)
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, outputs=outputs, backward=backward)
-        with torch.set_grad_enabled(backward), self.routing.in_pass(backward=backward):
+        with torch.set_grad_enabled(backward), self.routing.in_pass(counts=counts):
             return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
@@ -213,6 +218,17 @@ class Passes:
                 micro_batch_size=1,
                 forward_only=not backward,
             )
+
+    def train(
+        self, microbatches: Sequence[Microbatch], consume: Consume, outputs: Outputs
+    ) -> list[Any]:
+        """Collective: ``run`` with a backward. The losses of routers are of the whole minibatch,
+        whose load a forward of its own counts."""
+        load = self.routing.load
+        if load is not None and self.routing.has_losses:
+            self.run(microbatches, _nothing, backward=False, counts=True)
+            load.fix()
+        return self.run(microbatches, consume, outputs, backward=True, counts=True)
 
     def _head(self, microbatch: Microbatch, outputs: Outputs) -> Head:
         entropy: Entropy = "none"
