@@ -1,9 +1,11 @@
 """The arguments of ``vllm.LLM``, made from ``rollout.*``."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_rl.config.model_config import QUANTIZATION, read_json
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.routed_experts import arguments_to_return
@@ -92,6 +94,15 @@ def engine_arguments(
         arguments |= arguments_to_return()
     if without_weights:
         arguments["load_format"] = WITHOUT_WEIGHTS
+    file = Path(model_path) / "config.json"
+    if file.is_file() and QUANTIZATION in read_json(file):
+        if not without_weights:
+            raise ValueError(
+                f"model.path: {file} has {QUANTIZATION}; this engine would read the files itself,"
+                " and takes no quantized ones. Give the model before quantization, or an export"
+            )
+        # What the policy sends is dequantized.
+        arguments["hf_overrides"] = {**arguments["hf_overrides"], QUANTIZATION: None}
     if multimodal is not None:
         arguments["limit_mm_per_prompt"] = {"image": multimodal.max_images, "video": 0}
         # The limits of the policy; the model's own may allow images of 16 thousand tokens, for
