@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.checkpoints.quantized import Index, quantized_tensors
+from megatron_rl.checkpoints.quantized import quantized_tensors
 from megatron_rl.config.model_config import QUANTIZATION, read_json, refuse_pointer, unread_layers
 from megatron_rl.errors import concerning
 from megatron_rl.models.base import Architecture
@@ -188,6 +188,9 @@ class HfDirectory:
                 " against the weights"
             )
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name)[0]
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, a copy.
 
@@ -219,7 +222,7 @@ class HfDirectory:
             )
         return part(tensor_slices(shard))
 
-    def _tensor(self, name: str) -> tuple[tuple[int, ...], Callable[[Index], Tensor]]:
+    def _tensor(self, name: str) -> tuple[tuple[int, ...], Callable[[tuple[slice, ...]], Tensor]]:
         """Its shape, and what reads a part of it."""
         stored_name = self._stored_names[name]
         if stored_name not in self._quantized:

@@ -1,11 +1,11 @@
 """Tensors that a HF directory stores in few bits, read as the float32 numbers that they stand for.
 
-``NAME.weight`` in FP8 has a scale of each block of rows and columns in ``NAME.weight_scale_inv``
-(DeepSeek-V3); ``NAME_blocks`` has two numbers of MXFP4 in a byte, 32 of them with one exponent in
-``NAME_scales`` (experts of GPT-OSS), and is the transpose of the tensor NAME.
+``NAME.weight`` in FP8 has a scale for each block of rows and columns in ``NAME.weight_scale_inv``
+(DeepSeek-V3). ``NAME_blocks`` is the transpose of the tensor NAME, with two numbers of MXFP4 in a
+byte, and ``NAME_scales`` has the exponent of each 32 of them (experts of GPT-OSS).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ MXFP4_BLOCK = 32
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M1 = torch.cat([_E2M1, -_E2M1])  # the fourth bit is the sign
 _BIAS = 127  # of an exponent
-_FP8, _FP8_SCALES = "F8_E4M3", ("F32", "BF16")
-Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -34,47 +32,40 @@ class Quantized:
         Raises:
             ValueError: there is not one scale for each block.
         """
-        shape = tuple(numbers.get_shape())
-        wanted = shape[:-1]
-        if self.block is not None:
+        shape = wanted = tuple(numbers.get_shape())
+        if self.block is None:
+            wanted = shape[:-1]
+            shape = (shape[0], shape[2] * MXFP4_BLOCK, shape[1])
+        else:
             wanted = tuple(-(-length // size) for length, size in zip(shape, self.block))
         if tuple(scales.get_shape()) != wanted:
             raise ValueError(
-                f"model.path: {self.scales} has shape {scales.get_shape()}, but {self.numbers} of"
-                f" shape {shape} needs {wanted}; check quantization_config against the weights"
+                f"model.path: {self.scales} has shape {scales.get_shape()}, but {self.numbers}"
+                f" needs {wanted}; check quantization_config against the weights"
             )
-        if self.block is not None:
-            return shape
-        experts, columns, groups, _ = shape
-        return experts, groups * MXFP4_BLOCK, columns
+        return shape
 
-    def read(self, numbers: Any, scales: Any, index: Index) -> Tensor:
+    def read(self, numbers: Any, scales: Any, index: tuple[slice, ...]) -> Tensor:
         """The part ``index`` of the tensor, and no more of the files."""
         if self.block is None:
-            return _from_mxfp4(numbers, scales, index)
-        return _from_fp8(numbers, scales, self.block, index)
+            return _from_mxfp4(numbers, scales, *index)
+        blocks = tuple(map(_blocks, index, self.block))
+        of_block = scales[blocks].float()
+        for axis, (part, size, block) in enumerate(zip(index, self.block, blocks)):
+            places = torch.arange(part.start, part.stop) // size - block.start
+            of_block = of_block.index_select(axis, places)
+        return numbers[index].float().mul_(of_block)
 
 
-def _from_fp8(numbers: Any, scales: Any, block: tuple[int, int], index: Index) -> Tensor:
-    blocks = [_blocks(part, size) for part, size in zip(index, block, strict=True)]
-    of_block = scales[tuple(blocks)].float()
-    for axis, (part, size, first) in enumerate(zip(index, block, blocks, strict=True)):
-        place = torch.arange(part.start, part.stop) // size - first.start
-        of_block = of_block.index_select(axis, place)
-    return numbers[index].float().mul_(of_block)
-
-
-def _from_mxfp4(numbers: Any, scales: Any, index: Index) -> Tensor:
-    experts, rows, columns = index
+def _from_mxfp4(numbers: Any, scales: Any, experts: slice, rows: slice, columns: slice) -> Tensor:
     groups = _blocks(rows, MXFP4_BLOCK)
     first = rows.start - groups.start * MXFP4_BLOCK
-    sizes = [part.stop - part.start for part in index]
-    values = torch.empty(sizes, dtype=torch.float32)
+    sizes = [part.stop - part.start for part in (experts, rows, columns)]
+    values = torch.empty(sizes)
     for number in range(sizes[0]):  # the bytes of one expert at a time
-        expert = slice(experts.start + number, experts.start + number + 1)
-        packed = numbers[expert, columns, groups]
-        exponents = scales[expert, columns, groups].int() - _BIAS
-        pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+        at = (slice(experts.start + number, experts.start + number + 1), columns, groups)
+        exponents = scales[at].int() - _BIAS
+        pairs = torch.stack([numbers[at] & 15, numbers[at] >> 4], dim=-1).flatten(-2)
         whole = torch.ldexp(_E2M1[pairs.int()], exponents[..., None]).flatten(2)
         values[number] = whole[0, :, first : first + sizes[1]].t()
     return values
@@ -95,18 +86,17 @@ def quantized_tensors(formats: Mapping[str, str], quantization: Any) -> dict[str
     found = {}
     method = (quantization or {}).get("quant_method")
     for name, dtype in formats.items():
-        if method == "fp8" and dtype == _FP8:
+        if method == "fp8" and dtype == "F8_E4M3":
             rows, columns = quantization["weight_block_size"]
             found[name] = Quantized(name, f"{name}_scale_inv", (rows, columns))
-        elif method == "mxfp4" and name.endswith("_blocks"):
+        elif method == "mxfp4" and dtype == "U8" and name.endswith("_blocks"):
             tensor = name.removesuffix("_blocks")
             found[tensor] = Quantized(name, f"{tensor}_scales", None)
     for name, each in found.items():
-        wanted: Sequence[str] = ("U8",) if each.block is None else _FP8_SCALES
-        if formats.get(each.scales) not in wanted:
+        dtype = formats.get(each.scales, "absent")
+        if dtype not in (("U8",) if each.block is None else ("F32", "BF16")):
             raise ValueError(
-                f"model.path: the scales of {name}, {each.scales}, are"
-                f" {formats.get(each.scales, 'absent')}, not {' or '.join(wanted)}; copy the model"
+                f"model.path: the scales of {name}, {each.scales}, are {dtype}; copy the model"
                 " again, or give it before quantization"
             )
     return found

@@ -188,10 +188,12 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
 def is_read_quantized(quantization: Any) -> bool:
     """Whether weights of such a ``quantization_config`` are read, as dequantized."""
     values = quantization if isinstance(quantization, dict) else {}
+    if values.get("quant_method") != "fp8":
+        return values.get("quant_method") == "mxfp4"
     block = values.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and values.get("quant_method") == "fp8":
-        return all(type(size) is int and size > 0 for size in block)
-    return values.get("quant_method") == "mxfp4"
+    return (
+        isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) > 0
+    )
 
 
 def _check_architecture(file: Path, values: Mapping[str, Any], known: Collection[str]) -> None:

@@ -68,19 +68,16 @@ def router_problems(
     arch: Architecture, model: ModelConfig, optim: OptimConfig, keep_reference: bool
 ) -> list[str]:
     """What of the settings of routers does not suit the model: key, value, remedy."""
-    refusals = [
-        (not arch.num_experts, "the model has no experts"),
-        (model.lora.rank is not None, "routers are not trained beside adapters (model.lora)"),
-    ]
-    of_bias = [
-        (not arch.sigmoid_router, f"routers of family {arch.family} have no bias"),
-        (keep_reference, "the method's reference would get the moved biases"),
-    ]
+    refusals = (
+        ("router", not arch.num_experts, "the model has no experts"),
+        ("router", model.lora.rank is not None, "adapters (model.lora) leave routers as they are"),
+        ("router_bias", not arch.sigmoid_router, f"routers of family {arch.family} have no bias"),
+        ("router_bias", keep_reference, "a KL term (method.kl) has a reference, and it would move"),
+    )
     problems = []
     for key in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate"):
-        value = getattr(optim, key)
-        for refused, why in [*refusals, *(of_bias if key == "router_bias_rate" else [])]:
-            if value and refused:
-                problems.append(f"optim.{key} = {value:g}: {why}; set it to 0")
-                break
+        reasons = [why for of, refused, why in refusals if refused and key.startswith(of)]
+        if reasons and getattr(optim, key):
+            value = getattr(optim, key)
+            problems.append(f"optim.{key} = {value:g}: {reasons[0]}; set it to 0")
     return problems

@@ -214,7 +214,7 @@ def test_hand_worked_steps_and_losses(hf_models: Path) -> None:
     counted = torch.tensor([True, False])
     load.add(1, torch.tensor([[0, 1], [2, 3]]), counted)
     load.add(0, torch.tensor([[0, 1], [2, 3]]), counted)
-    load.fix()
+    load.total()
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125], [9.0, 1.0, 1.0, 1.0]]).log() + 1
     assert load.loss(1, logits, counted).item() == pytest.approx(4 * (0.25 + 0.125) + 10)
     assert router_problems(arch, zoo.model_config(hf_models / MODELS[0]), chosen, True) == []

@@ -1,10 +1,11 @@
 """Runs inside the engine's worker: the receiving end of a weight update."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from megatron_rl.engine.routed_experts import SlotExperts
 from megatron_rl.engine.weights.recorder import UndiscoveredError, partly_filled, record_shards
 from megatron_rl.errors import first_few
+from megatron_rl.models.parameter_map import part_of, tensor_slices
 from megatron_rl.protocols import Transfer
 from megatron_rl.types import Shard
 
@@ -28,10 +30,13 @@ class ShardReceiver:
         self.keys: set[str] = set()
         self.padded: set[str] = set()
         self.forms: dict[str, Tensor] = {}  # of each key, while it is loaded; without memory
+        self._shards: list[Shard] | None = None
 
     def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
-        """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts
-        them. The weights stay."""
+        """The parts of the HF tensors ``shapes``, always the same ones, that this worker's loader
+        takes, and where it puts them. The weights stay."""
+        if self._shards is not None:
+            return self._shards
         with _reloading(self.vllm_config, self.model, complete=False):
             shards = record_shards(
                 self.model.load_weights,
@@ -45,6 +50,7 @@ class ShardReceiver:
             self.forms = {
                 key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys
             }
+        self._shards = shards
         return shards
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -145,15 +151,49 @@ class WeightReceiver:
     def receive_shards(self, transfer: Transfer) -> None:
         self.shard_receiver.receive(transfer)
 
-    def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def receive_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         """Replace all weights by HF-named whole tensors; the worker keeps its own shard.
 
         The engine may hold a tensor until every tensor of the same layer has come, so none may be
-        overwritten meanwhile.
+        overwritten meanwhile. With ``shapes`` of all they are copied to where vLLM's loader would
+        put them, where that can be recorded: it takes 0.15 ms for each of thousands of experts.
         """
+        if shapes is not None and self.vllm_config.quant_config is None:
+            with suppress(UndiscoveredError):
+                shards = self.shard_receiver.discover(shapes)
+                self.shard_receiver.receive(partial(copy_parts, weights, shards))
+                return
         self.reload_weights(weights_iterator=weights)
         if self.device.type == "cpu":
             repack_cpu(self.model_runner.model)
+
+
+def copy_parts(
+    weights: Iterable[tuple[str, Tensor]],
+    shards: Sequence[Shard],
+    parameter: Callable[[str], Tensor],
+    written: Callable[[str], None],
+) -> None:
+    """A transfer of whole tensors: the parts ``shards`` of them."""
+    of_name: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        of_name[shard.name].append(shard)
+    left = Counter(shard.key for shard in shards)
+    opened: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        for shard in of_name[name]:
+            key = shard.key
+            if key not in opened:
+                opened[key] = parameter(key)
+            part_of(opened[key], shard).copy_(tensor[tensor_slices(shard)])
+            left[key] -= 1
+            if not left[key]:
+                del opened[key]
+                written(key)
 
 
 @contextmanager

@@ -40,10 +40,6 @@ _OF_OTHER_TOKENS = (PROMPT_LOGPROBS, EXPERTS)
 Consume = Callable[[Microbatch, TokenValues], tuple[Tensor, Any]]
 
 
-def _nothing(_: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
-    return values.logprobs.new_zeros(()), None
-
-
 class _SequenceSum(torch.autograd.Function):
     """All-reduce over the context ranks; of the gradient too, as every rank's loss uses the sum."""
 
@@ -157,7 +153,7 @@ class ScoreBuffer:
 
         def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
             self.write(microbatch, values)
-            return _nothing(microbatch, values)
+            return values.logprobs.new_zeros(()), None
 
         passes.run(microbatches, consume, outputs, backward=False)
 
@@ -225,9 +221,13 @@ class Passes:
         """Collective: ``run`` with a backward. The losses of routers are of the whole minibatch,
         whose load a forward of its own counts."""
         load = self.routing.load
-        if load is not None and self.routing.has_losses:
-            self.run(microbatches, _nothing, backward=False, counts=True)
-            load.fix()
+        if load is not None and load.has_losses:
+
+            def consume_nothing(_: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+                return values.logprobs.new_zeros(()), None
+
+            self.run(microbatches, consume_nothing, backward=False, counts=True)
+            load.total()
         return self.run(microbatches, consume, outputs, backward=True, counts=True)
 
     def _head(self, microbatch: Microbatch, outputs: Outputs) -> Head:

@@ -30,7 +30,7 @@ class ReplayedRouter:
 
     Attributes:
         given: packed experts of the tokens of a micro-batch; None: the router chooses.
-        counted: which of its tokens are in the losses of the router; None: it has none.
+        counted: which of its tokens count for load and losses; None: this is not looked at.
         chosen: the experts of the last micro-batch.
     """
 
@@ -65,7 +65,7 @@ class ReplayedRouter:
             return logits
         if self._runs_again and self._waiting:
             self.given, self.counted = self._waiting.pop(0)
-        if self.counted is None:
+        if self.counted is None or not self._load.has_losses:
             return logits
         loss = self._load.loss(self.layer, logits, self.counted)
         return MoEAuxLossAutoScaler.apply(logits, loss)
@@ -123,8 +123,7 @@ class Routing:
     ) -> None:
         self._ranks = ranks
         self._record: ExpertRecord | None = None
-        self._counted: Tensor | None = None
-        self.counts = False
+        self._counts = False
         self.load: ExpertLoad | None = None
         self._biases: list[tuple[int, Any]] = []
         self._routers: dict[torch.nn.Module, list[ReplayedRouter]] = {}
@@ -152,16 +151,14 @@ class Routing:
 
     def begin(self, chunk: torch.nn.Module, microbatch: Microbatch, *, backward: bool) -> None:
         """Before ``microbatch`` goes through ``chunk``."""
-        self._counted = None
-        if self.counts and self._routers:
-            counted = self._own(microbatch.in_response)
-            self._counted = to_device(counted, microbatch.token_ids.device)
-        in_losses = self._counted if backward and self.has_losses else None
+        counted = None
+        if self._counts and self._routers:
+            counted = to_device(self._own(microbatch.in_response), microbatch.token_ids.device)
         for router in self._routers.get(chunk, ()):
             given = microbatch.experts
             if given is not None:
                 given = self._own(given)[:, self._columns(router)]
-            router.begin(given, in_losses, backward=backward)
+            router.begin(given, counted, backward=backward)
 
     def end(self, chunk: torch.nn.Module, microbatch: Microbatch) -> None:
         """After it."""
@@ -174,12 +171,8 @@ class Routing:
             if self._record is not None:
                 packed = packed_experts(router.chosen, self._num_bytes)
                 self._record.write(places, self._columns(router).start, packed)
-            if self.load is not None and self._counted is not None:
-                self.load.add(router.layer, router.chosen, self._counted)
-
-    @property
-    def has_losses(self) -> bool:
-        return self.load is not None and bool(self.load.aux_coef or self.load.z_coef)
+            if self.load is not None and router.counted is not None:
+                self.load.add(router.layer, router.chosen, router.counted)
 
     @torch.no_grad()
     def end_update(self, *, skipped: bool) -> dict[str, float]:
@@ -197,9 +190,9 @@ class Routing:
     def in_pass(self, *, counts: bool) -> Iterator[None]:
         """Around all micro-batches of a pass: nothing is left of them, also after an error.
         ``counts``: the load of experts."""
-        self.counts = counts
+        self._counts = counts
         if counts and self.load is not None:
-            self.load.start()
+            self.load.counts.zero_()
         try:
             yield
         finally:

@@ -109,8 +109,8 @@ def test_mxfp4_has_two_numbers_in_a_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "change", "said"),
     [
-        (FP8, {"a.weight_scale_inv": None}, "a.weight_scale_inv, are absent, not F32"),
-        (FP8, {"a.weight_scale_inv": torch.ones(2, 2)}, r"has shape .2, 2., .* needs \(2, 3\)"),
+        (FP8, {"a.weight_scale_inv": None}, "a.weight_scale_inv, are absent"),
+        (FP8, {"a.weight_scale_inv": torch.ones(2, 2)}, r"2., but a.weight needs \(2, 3\)"),
         (MXFP4, {}, "tensor a.weight is F8_E4M3, not a float of 16 bits"),
     ],
 )
