@@ -255,9 +255,8 @@ class VllmEngine:
         # leaves the old weights in place.
         first = next(checked)
         with self._updating(version) as llm:
-            has_experts = any(".experts." in name for name in self._expected)
-            shapes = self._expected if has_experts else None
-            llm.collective_rpc("receive_weights", args=(chain([first], checked), shapes))
+            received = (chain([first], checked), self._expected)
+            llm.collective_rpc("receive_weights", args=received)
             if confirm is not None:
                 confirm()
 

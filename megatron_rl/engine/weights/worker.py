@@ -1,11 +1,11 @@
 """Runs inside the engine's worker: the receiving end of a weight update."""
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,31 +27,30 @@ class ShardReceiver:
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.model = model
         self.vllm_config = vllm_config
+        self.shards: list[Shard] = []
         self.keys: set[str] = set()
         self.padded: set[str] = set()
         self.forms: dict[str, Tensor] = {}  # of each key, while it is loaded; without memory
-        self._shards: list[Shard] | None = None
 
     def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """The parts of the HF tensors ``shapes``, always the same ones, that this worker's loader
-        takes, and where it puts them. The weights stay."""
-        if self._shards is not None:
-            return self._shards
+        takes, and where it puts them; recorded once. The weights stay."""
+        if self.shards:
+            return self.shards
         with _reloading(self.vllm_config, self.model, complete=False):
-            shards = record_shards(
+            self.shards = record_shards(
                 self.model.load_weights,
                 shapes,
                 dict(loadable(self.model)),
                 self.vllm_config.model_config.dtype,
             )
             tensors = dict(loadable(self.model))
-            self.keys = {shard.key for shard in shards}
-            self.padded = partly_filled(shards, tensors)
+            self.keys = {shard.key for shard in self.shards}
+            self.padded = partly_filled(self.shards, tensors)
             self.forms = {
                 key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys
             }
-        self._shards = shards
-        return shards
+        return self.shards
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """The weights of the model that no HF tensor of ``shapes`` is loaded into: they keep the
@@ -78,6 +77,28 @@ class ShardReceiver:
 
         loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
         return loader.get_all_weights(self.vllm_config.model_config, self.model)
+
+    def receive_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights by HF-named whole tensors, of which the shards are cut."""
+        cut: dict[str, list[Shard]] = {}
+        left = Counter(shard.key for shard in self.shards)
+        for shard in self.shards:
+            cut.setdefault(shard.name, []).append(shard)
+        opened: dict[str, Tensor] = {}
+
+        def transfer(parameter: Callable[[str], Tensor], written: Callable[[str], None]) -> None:
+            for name, whole in weights:
+                for shard in cut.get(name, ()):
+                    key = shard.key
+                    if key not in opened:
+                        opened[key] = parameter(key)
+                    part_of(opened[key], shard).copy_(whole[tensor_slices(shard)])
+                    left[key] -= 1
+                    if not left[key]:
+                        del opened[key]
+                        written(key)
+
+        self.receive(transfer)
 
     @torch.no_grad()
     def receive(self, transfer: Transfer) -> None:
@@ -146,54 +167,28 @@ class WeightReceiver:
 
     def load_files(self) -> None:
         """Reads all weights from the files of the model."""
-        self.receive_weights(self.shard_receiver.stored())
+        self.receive_weights(self.shard_receiver.stored(), {})
 
     def receive_shards(self, transfer: Transfer) -> None:
         self.shard_receiver.receive(transfer)
 
     def receive_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Replace all weights by HF-named whole tensors; the worker keeps its own shard.
+        """Replace all weights by HF-named whole tensors ``shapes``; the worker keeps its own shard.
 
         The engine may hold a tensor until every tensor of the same layer has come, so none may be
-        overwritten meanwhile. With ``shapes`` of all they are copied to where vLLM's loader would
-        put them, where that can be recorded: it takes 0.15 ms for each of thousands of experts.
+        overwritten meanwhile. vLLM's loader takes 0.15 ms for each of thousands of experts: they,
+        and what comes with them, are copied to where it would put them, if that can be recorded.
         """
-        if shapes is not None and self.vllm_config.quant_config is None:
+        if self.vllm_config.quant_config is None and any(".experts." in name for name in shapes):
             with suppress(UndiscoveredError):
-                shards = self.shard_receiver.discover(shapes)
-                self.shard_receiver.receive(partial(copy_parts, weights, shards))
+                self.shard_receiver.discover(shapes)
+                self.shard_receiver.receive_whole(weights)
                 return
         self.reload_weights(weights_iterator=weights)
         if self.device.type == "cpu":
             repack_cpu(self.model_runner.model)
-
-
-def copy_parts(
-    weights: Iterable[tuple[str, Tensor]],
-    shards: Sequence[Shard],
-    parameter: Callable[[str], Tensor],
-    written: Callable[[str], None],
-) -> None:
-    """A transfer of whole tensors: the parts ``shards`` of them."""
-    of_name: dict[str, list[Shard]] = defaultdict(list)
-    for shard in shards:
-        of_name[shard.name].append(shard)
-    left = Counter(shard.key for shard in shards)
-    opened: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        for shard in of_name[name]:
-            key = shard.key
-            if key not in opened:
-                opened[key] = parameter(key)
-            part_of(opened[key], shard).copy_(tensor[tensor_slices(shard)])
-            left[key] -= 1
-            if not left[key]:
-                del opened[key]
-                written(key)
 
 
 @contextmanager
