@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.checkpoints.quantized import quantized_tensors
+from megatron_rl.checkpoints.quantized import QuantizedSlice, quantized_tensors
 from megatron_rl.config.model_config import QUANTIZATION, read_json, refuse_pointer, unread_layers
 from megatron_rl.errors import concerning
 from megatron_rl.models.base import Architecture
@@ -189,7 +188,7 @@ class HfDirectory:
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensor(name)[0]
+        return tuple(self._slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, a copy.
@@ -198,8 +197,8 @@ class HfDirectory:
         """
         others, self._open = self._open, {}
         try:
-            shape, part = self._tensor(name)
-            return part(tuple(slice(0, length) for length in shape)).clone()
+            whole = tuple(slice(0, length) for length in self.shape(name))
+            return self._slice(name)[whole].clone()
         finally:
             self._open = others
 
@@ -211,7 +210,7 @@ class HfDirectory:
         Raises:
             ValueError: the tensor has another shape than the shard says.
         """
-        shape, part = self._tensor(shard.name)
+        shape = self.shape(shard.name)
         if shape != shard.full:
             why = "the weights belong to another model"
             if len(shape) == 3 and shape == (shard.full[0], *shard.full[:0:-1]):
@@ -220,19 +219,16 @@ class HfDirectory:
                 f"model.path: {shard.name} in {self.files[shard.name]} has shape {shape}, but"
                 f" config.json needs {shard.full}; {why}"
             )
-        return part(tensor_slices(shard))
+        return self._slice(shard.name)[tensor_slices(shard)]
 
-    def _tensor(self, name: str) -> tuple[tuple[int, ...], Callable[[tuple[slice, ...]], Tensor]]:
-        """Its shape, and what reads a part of it."""
+    def _slice(self, name: str) -> Any:
         stored_name = self._stored_names[name]
-        if stored_name not in self._quantized:
-            stored = self._slice(stored_name)
-            return tuple(stored.get_shape()), stored.__getitem__
-        quantized = self._quantized[stored_name]
-        numbers, scales = self._slice(quantized.numbers), self._slice(quantized.scales)
-        return quantized.shape(numbers, scales), partial(quantized.read, numbers, scales)
+        if (parts := self._quantized.get(stored_name)) is None:
+            return self._stored_slice(stored_name)
+        numbers, scales = map(self._stored_slice, (parts.numbers, parts.scales))
+        return QuantizedSlice(parts, numbers, scales)
 
-    def _slice(self, stored_name: str) -> Any:
+    def _stored_slice(self, stored_name: str) -> Any:
         file = self._stored[stored_name]
         if file not in self._open:
             self._open[file] = open_tensors(file)

@@ -26,35 +26,40 @@ class Quantized:
     scales: str
     block: tuple[int, int] | None
 
-    def shape(self, numbers: Any, scales: Any) -> tuple[int, ...]:
-        """Of the tensor; ``numbers``, ``scales``: the stored ones, as slices of safetensors.
 
-        Raises:
-            ValueError: there is not one scale for each block.
-        """
-        shape = wanted = tuple(numbers.get_shape())
-        if self.block is None:
-            wanted = shape[:-1]
+@dataclass(frozen=True)
+class QuantizedSlice:
+    """Such a tensor as safetensors gives others: its shape, and parts of it, which are read alone.
+    ``numbers``, ``scales``: slices of the stored ones."""
+
+    tensor: Quantized
+    numbers: Any
+    scales: Any
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Raises ValueError: there is not one scale for each block."""
+        shape = tuple(self.numbers.get_shape())
+        wanted = shape[:-1]
+        if self.tensor.block is None:
             shape = (shape[0], shape[2] * MXFP4_BLOCK, shape[1])
         else:
-            wanted = tuple(-(-length // size) for length, size in zip(shape, self.block))
-        if tuple(scales.get_shape()) != wanted:
+            wanted = tuple(-(-length // size) for length, size in zip(shape, self.tensor.block))
+        if (found := tuple(self.scales.get_shape())) != wanted:
             raise ValueError(
-                f"model.path: {self.scales} has shape {scales.get_shape()}, but {self.numbers}"
+                f"model.path: {self.tensor.scales} has shape {found}, but {self.tensor.numbers}"
                 f" needs {wanted}; check quantization_config against the weights"
             )
         return shape
 
-    def read(self, numbers: Any, scales: Any, index: tuple[slice, ...]) -> Tensor:
-        """The part ``index`` of the tensor, and no more of the files."""
-        if self.block is None:
-            return _from_mxfp4(numbers, scales, *index)
-        blocks = tuple(map(_blocks, index, self.block))
-        of_block = scales[blocks].float()
-        for axis, (part, size, block) in enumerate(zip(index, self.block, blocks)):
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        if self.tensor.block is None:
+            return _from_mxfp4(self.numbers, self.scales, *index)
+        blocks = tuple(map(_blocks, index, self.tensor.block))
+        of_block = self.scales[blocks].float()
+        for axis, (part, size, block) in enumerate(zip(index, self.tensor.block, blocks)):
             places = torch.arange(part.start, part.stop) // size - block.start
             of_block = of_block.index_select(axis, places)
-        return numbers[index].float().mul_(of_block)
+        return self.numbers[index].float().mul_(of_block)
 
 
 def _from_mxfp4(numbers: Any, scales: Any, experts: slice, rows: slice, columns: slice) -> Tensor:
