@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.config.model_config import read_json, refuse_pointer, unread_layers
+from megatron_rl.checkpoints.quantized import QuantizedSlice, quantized_tensors
+from megatron_rl.config.model_config import QUANTIZATION, read_json, refuse_pointer, unread_layers
 from megatron_rl.errors import concerning
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.parameter_map import HEAD, hf_names, tensor_slices
@@ -86,8 +87,8 @@ def _tensor_files(path: Path) -> dict[str, Path]:
     )
 
 
-def _number_formats(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
-    """That of each tensor. Reads the header of every file, and no weights."""
+def _number_formats(files: Mapping[str, Path]) -> dict[str, str]:
+    """That of each stored tensor. Reads the header of every file, and no weights."""
     formats = {}
     by_file = sorted(files, key=lambda name: (files[name], name))
     for path, names in groupby(by_file, key=files.__getitem__):
@@ -99,19 +100,24 @@ def _number_formats(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
                         f"model.path: {path} holds no tensor {name}, but the index says so; copy"
                         " both again from the model"
                     )
-                dtype = file.get_slice(name).get_dtype()
-                if dtype not in _FLOATS:
-                    raise ValueError(
-                        f"model.path: {path}: tensor {name} is {dtype}, not a float of 16 bits or"
-                        f" more ({', '.join(_FLOATS)}); quantized weights are not supported, give"
-                        " the model before quantization"
-                    )
-                formats[name] = _FLOATS[dtype]
+                formats[name] = file.get_slice(name).get_dtype()
     return formats
 
 
+def _number_format(name: str, dtype: str, path: Path) -> torch.dtype:
+    if dtype not in _FLOATS:
+        raise ValueError(
+            f"model.path: {path}: tensor {name} is {dtype}, not a float of 16 bits or more"
+            f" ({', '.join(_FLOATS)}); quantized weights are not supported where config.json has"
+            " no quantization_config of fp8 with weight_block_size or mxfp4: give the model before"
+            " quantization"
+        )
+    return _FLOATS[dtype]
+
+
 class HfDirectory:
-    """The tensors of a HF directory, by name.
+    """The tensors of a HF directory, by name; quantized ones as the float32 numbers that they stand
+    for.
 
     ``prefixes``: see ``Architecture``; tensors of either layout are known by their older names.
 
@@ -123,12 +129,20 @@ class HfDirectory:
 
     def __init__(self, path: Path, prefixes: Sequence[tuple[str, str]] = ()) -> None:
         self.path = path
-        stored = _tensor_files(path)
-        formats = _number_formats(stored)
+        self._stored = _tensor_files(path)
+        formats = _number_formats(self._stored)
+        config = path / "config.json"
+        quantization = read_json(config).get(QUANTIZATION) if config.is_file() else None
+        self._quantized = quantized_tensors(formats, quantization)
+        scales = {each.scales for each in self._quantized.values()}
+        names_of = {each.numbers: name for name, each in self._quantized.items()}
         self.files: dict[str, Path] = {}
         self._stored_names: dict[str, str] = {}
         self.formats: dict[str, torch.dtype] = {}
-        for stored_name, file in stored.items():
+        for part, file in self._stored.items():
+            if part in scales:
+                continue
+            stored_name = names_of.get(part, part)
             # As in the layout of published files.
             older = (
                 old + stored_name.removeprefix(new)
@@ -143,7 +157,8 @@ class HfDirectory:
                 )
             self.files[name] = file
             self._stored_names[name] = stored_name
-            self.formats[name] = formats[stored_name]
+            dtype = "F32" if part in names_of else formats[part]
+            self.formats[name] = _number_format(part, dtype, file)
         self._open: dict[Path, Any] = {}
 
     def check(self, arch: Architecture) -> None:
@@ -172,14 +187,20 @@ class HfDirectory:
                 " against the weights"
             )
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, a copy.
 
         Its file is mapped only meanwhile: the process does not grow with the model.
         """
-        with open_tensors(self.files[name]) as file:
-            tensor: Tensor = file.get_tensor(self._stored_names[name])
-            return tensor.clone()
+        others, self._open = self._open, {}
+        try:
+            whole = tuple(slice(0, length) for length in self.shape(name))
+            return self._slice(name)[whole].clone()
+        finally:
+            self._open = others
 
     def read_shard(self, shard: Shard) -> Tensor:
         """The shard, and nothing more of its tensor.
@@ -189,20 +210,29 @@ class HfDirectory:
         Raises:
             ValueError: the tensor has another shape than the shard says.
         """
-        file = self.files[shard.name]
-        if file not in self._open:
-            self._open[file] = open_tensors(file)
-        stored = self._open[file].get_slice(self._stored_names[shard.name])
-        shape = tuple(stored.get_shape())
+        shape = self.shape(shard.name)
         if shape != shard.full:
             why = "the weights belong to another model"
             if len(shape) == 3 and shape == (shard.full[0], *shard.full[:0:-1]):
                 why = "transformers 5 saves experts so, and vLLM cannot read it: swap the last two"
             raise ValueError(
-                f"model.path: {shard.name} in {file} has shape {shape}, but config.json needs"
-                f" {shard.full}; {why}"
+                f"model.path: {shard.name} in {self.files[shard.name]} has shape {shape}, but"
+                f" config.json needs {shard.full}; {why}"
             )
-        return stored[tensor_slices(shard)]
+        return self._slice(shard.name)[tensor_slices(shard)]
+
+    def _slice(self, name: str) -> Any:
+        stored_name = self._stored_names[name]
+        if (parts := self._quantized.get(stored_name)) is None:
+            return self._stored_slice(stored_name)
+        numbers, scales = map(self._stored_slice, (parts.numbers, parts.scales))
+        return QuantizedSlice(parts, numbers, scales)
+
+    def _stored_slice(self, stored_name: str) -> Any:
+        file = self._stored[stored_name]
+        if file not in self._open:
+            self._open[file] = open_tensors(file)
+        return self._open[file].get_slice(stored_name)
 
 
 class ShardWriter:
@@ -279,6 +309,7 @@ def write_config(source: Path, target: Path, dtype: str | None) -> None:
     ``dtype`` (as in "bfloat16") becomes the format of the weights in it; None: as it is.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop(QUANTIZATION, None)  # what was read is dequantized
     # transformers wrote "torch_dtype" before version 5 and "dtype" since; both are read.
     names = ("torch_dtype", "dtype")
     if dtype is not None:

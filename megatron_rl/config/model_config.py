@@ -13,6 +13,7 @@ from megatron_rl.errors import close_names, did_you_mean
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _POINTER_START = b"version "
 _POINTER_SECOND_LINE = b"\noid sha256:"
+QUANTIZATION = "quantization_config"
 REQUIRED = ("num_hidden_layers", "num_attention_heads")
 # Sizes that may be left out, or null: transformers then has a default.
 OPTIONAL = (
@@ -167,13 +168,14 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
         # A vision-language model, as newer versions of transformers write it, in sections. Keys
         # at the top win, where older versions have those of the language model.
         values = {**text, **values}
-    quantization = values.get("quantization_config") or values.get("compression_config")
-    if quantization:
+    quantization = values.get(QUANTIZATION) or values.get("compression_config")
+    if quantization and not is_read_quantized(quantization):
         of_dict = isinstance(quantization, dict)
         method = quantization.get("quant_method") if of_dict else quantization
         raise ValueError(
             f"model.path: {file} has quantization_config ({method}); quantized weights are not"
-            " supported, give the model before quantization"
+            " supported, but for fp8 with weight_block_size and mxfp4: give the model before"
+            " quantization"
         )
     required = REQUIRED if architectures is None else (*REQUIRED, *_WEIGHTS_DECIDE)
     for key in NUMBERS:
@@ -181,6 +183,17 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
     for key in (*REQUIRED, *OPTIONAL):
         _check_size(file, values, key, required=key in required)
     return values
+
+
+def is_read_quantized(quantization: Any) -> bool:
+    """Whether weights of such a ``quantization_config`` are read, as dequantized."""
+    values = quantization if isinstance(quantization, dict) else {}
+    if values.get("quant_method") != "fp8":
+        return values.get("quant_method") == "mxfp4"
+    block = values.get("weight_block_size")
+    return (
+        isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) > 0
+    )
 
 
 def _check_architecture(file: Path, values: Mapping[str, Any], known: Collection[str]) -> None:

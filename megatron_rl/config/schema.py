@@ -307,6 +307,9 @@ class OptimConfig(Piece):
     beta2: Decay
     eps: Annotated[PositiveFloat, AfterValidator(_eps)]
     clip_grad: NonNegativeFloat
+    router_aux_loss_coef: NonNegativeFloat
+    router_z_loss_coef: NonNegativeFloat
+    router_bias_rate: NonNegativeFloat
 
 
 class ResumeConfig(Piece):

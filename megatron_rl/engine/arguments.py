@@ -1,9 +1,11 @@
 """The arguments of ``vllm.LLM``, made from ``rollout.*``."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_rl.config.model_config import QUANTIZATION, read_json
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.routed_experts import arguments_to_return
@@ -72,7 +74,7 @@ def engine_arguments(
         "distributed_executor_backend": "external_launcher",
         "worker_extension_cls": "megatron_rl.engine.weights.worker.WeightReceiver",
         "dtype": config.dtype,
-        "hf_overrides": {} if config.dtype == "float32" else _FLOAT32_HEAD,
+        "hf_overrides": _overrides(Path(model_path) / "config.json", config, without_weights),
         "quantization": VLLM_QUANTIZATION[config.quantization] if config.quantization else None,
         "max_model_len": max_tokens,
         "enforce_eager": config.enforce_eager,
@@ -103,6 +105,19 @@ def engine_arguments(
     if config.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     return arguments | _of_the_device(config, max_tokens)
+
+
+def _overrides(file: Path, config: RolloutConfig, without_weights: bool) -> dict[str, Any]:
+    """Of the model's configuration. What the policy sends of a quantized one is dequantized."""
+    head = {} if config.dtype == "float32" else _FLOAT32_HEAD
+    if not file.is_file() or QUANTIZATION not in read_json(file):
+        return head
+    if not without_weights:
+        raise ValueError(
+            f"model.path: {file} has {QUANTIZATION}; this engine would read the files itself, and"
+            " takes no quantized ones. Give the model before quantization, or an export"
+        )
+    return head | {QUANTIZATION: None}
 
 
 def _of_the_device(config: RolloutConfig, max_tokens: int) -> dict[str, Any]:

@@ -100,7 +100,6 @@ class VllmEngine:
         self._failure: str | None = None
         self._expected = expected or expected_tensors(Path(model_path))
         self._asleep: set[str] = set()
-        self._shards: list[Shard] | None = None
         self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
         if config.sleep_level > 0 and not self._can_sleep and rank == 0:
             logger.warning(
@@ -270,10 +269,8 @@ class VllmEngine:
             UndiscoveredError: a loader computes with the weights: copying slices cannot replace it.
         """
         self._require_usable(("weights",))
-        if self._shards is None:
-            with self._working() as llm:
-                self._shards = llm.collective_rpc("discover_shards", args=(self._expected,))[0]
-        return self._shards
+        with self._working() as llm:
+            return llm.collective_rpc("discover_shards", args=(self._expected,))[0]
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
         """Collective: see ``protocols.WeightSink``. ``weight_shards`` was called before."""

@@ -4,12 +4,19 @@ Of each token ``layers x k`` numbers, of the layers that have experts: of one by
 a model has more than 255 experts. A token whose bytes are all 255 brings none: its router chooses.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from megatron_rl.models.base import Architecture
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import ModelConfig, OptimConfig
 
 NOT_GIVEN = 255
 
@@ -55,3 +62,22 @@ def filled_in(
 def not_given(num_tokens: int, width: int) -> UInt8[np.ndarray, "tokens width"]:
     """Of tokens that bring none, ``width`` bytes each."""
     return np.full((num_tokens, width), NOT_GIVEN, np.uint8)
+
+
+def router_problems(
+    arch: Architecture, model: ModelConfig, optim: OptimConfig, keep_reference: bool
+) -> list[str]:
+    """What of the settings of routers does not suit the model: key, value, remedy."""
+    refusals = (
+        ("router", not arch.num_experts, "the model has no experts"),
+        ("router", model.lora.rank is not None, "adapters (model.lora) leave routers as they are"),
+        ("router_bias", not arch.sigmoid_router, f"routers of family {arch.family} have no bias"),
+        ("router_bias", keep_reference, "a KL term (method.kl) has a reference, and it would move"),
+    )
+    problems = []
+    for key in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate"):
+        reasons = [why for of, refused, why in refusals if refused and key.startswith(of)]
+        if reasons and getattr(optim, key):
+            value = getattr(optim, key)
+            problems.append(f"optim.{key} = {value:g}: {reasons[0]}; set it to 0")
+    return problems

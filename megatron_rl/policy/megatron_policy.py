@@ -21,6 +21,7 @@ from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, 
 from megatron_rl.models import read_architecture
 from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.models.base import family_problems
+from megatron_rl.models.experts import router_problems
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.passes import (
     EXPERTS,
@@ -96,6 +97,7 @@ class MegatronPolicy:
         problems = layout_problems(self.arch, parallel, dist.get_world_size())
         problems += family_problems(self.arch, model, parallel, precision)
         problems += adapter_problems(self.arch, model, parallel, precision)
+        problems += router_problems(self.arch, model, optim, settings.keep_reference)
         if problems:
             raise ValueError("\n".join(problems))
         self.arch = with_adapters(self.arch, model.lora)
@@ -122,7 +124,7 @@ class MegatronPolicy:
         if settings.keep_reference and not self.arch.adapter_slots:
             self.reference = Reference(self.held, self.chunks)
         self.base_digest = self.view.base_digest()
-        self._routing = Routing(self.chunks, self.arch, self.ranks)
+        self._routing = Routing(self.chunks, self.arch, self.ranks, optim)
         size = self.arch.vocab_size
         self._passes = Passes(self.chunks, self.ranks, size, settings.temperature, self._routing)
         self.batching = self._build_batching()
@@ -246,7 +248,8 @@ class MegatronPolicy:
             norm, skipped = optimizer.step(self.optimizer, self.optim, rate, totals.loss)
         self.optimizer_steps += 1
         taken = None if buffer is None else buffer.read()
-        return UpdateResult(totals.loss, norm, rate, skipped, totals.metrics, taken)
+        metrics = totals.metrics | self._routing.end_update(skipped=skipped)
+        return UpdateResult(totals.loss, norm, rate, skipped, metrics, taken)
 
     def backward(
         self,
@@ -266,7 +269,7 @@ class MegatronPolicy:
             consume = loss_consumer(loss, outputs, self.ranks, buffer)
             packed = self.batching.packed(*batch.work)
             every = outputs if buffer is None else all_outputs(outputs, buffer.outputs)
-            collected = self._passes.run(packed, consume, every, backward=True)
+            collected = self._passes.train(packed, consume, every)
         return reduce_totals(collected, self.ranks)
 
     def _buffer(

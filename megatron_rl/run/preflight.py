@@ -10,6 +10,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.models.base import family_problems
+from megatron_rl.models.experts import router_problems
 from megatron_rl.reporting.comparison.runs import METRICS, SAMPLES
 from megatron_rl.reporting.metrics_file import check_rows
 from megatron_rl.reporting.tracking import check_accounts
@@ -57,6 +58,7 @@ def check_before_build(config: Config, start: ResumePoint, keep_reference: bool)
     arch, _ = read_architecture(Path(config.model.path))
     problems = family_problems(arch, config.model, config.parallel, config.precision)
     problems += adapter_problems(arch, config.model, config.parallel, config.precision)
+    problems += router_problems(arch, config.model, config.optim, keep_reference)
     if problems:
         raise ConfigError(problems, "the model")
     arch = with_adapters(arch, config.model.lora)

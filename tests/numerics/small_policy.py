@@ -21,7 +21,7 @@ from tests.numerics.policy_state import record
 
 SHARDED = {"distributed_optimizer": True}
 OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
-OPTIM = OptimConfig(
+COURSE: dict[str, Any] = dict(
     learning_rate=3e-3,
     min_learning_rate=1e-4,
     schedule="cosine",
@@ -32,6 +32,7 @@ OPTIM = OptimConfig(
     eps=1e-8,
     clip_grad=1.0,
 )
+OPTIM = OptimConfig(**(compose("optim/adam") | COURSE))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ EXPERTS = {
     "moe_utils.py:sort_chunks_by_idxs: tolist": 3,
     "experts.py:forward: tolist": 1,
 }
+LOAD = {"logprobs": {}, "update": {"expert_load.py:load_metrics: tolist": 1}}
 ROTARY = "rope_utils.py:_apply_rotary_pos_emb_thd"
 
 
@@ -53,7 +54,7 @@ def test_with_experts_only_their_sizes_are_waited_for(others, action, layers, nu
     found = others[f"{layers} {kind}"][f"{action} {number}"]
     with_experts = layers - (kind == "latent")
     sizes = {place: count * with_experts * number for place, count in EXPERTS.items()}
-    assert found["waits"] == BUDGET[action] | sizes
+    assert found["waits"] == BUDGET[action] | LOAD[action] | sizes
     if kind == "latent":
         assert found["vendor"] == {}
 

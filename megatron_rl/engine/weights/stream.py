@@ -5,15 +5,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.model_config import unread_layers
 from megatron_rl.errors import WeightSyncError, first_few
 
 
 def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight in a HF directory, without reading the weights.
+    """Name and shape of every weight in a HF directory, without reading the weights; of quantized
+    ones as dequantized.
 
     The output head of a tied model is left out even when the file holds a copy: it is the
     embedding. So are layers behind the last one, which predict further tokens.
@@ -21,17 +22,8 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: the directory holds no safetensors file.
     """
-    files = sorted(model_path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"model.path: no .safetensors file in {model_path}; give the directory of a Hugging"
-            " Face checkpoint"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in list(tensors.keys()):
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    directory = HfDirectory(model_path)
+    shapes = {name: directory.shape(name) for name in directory.files}
     config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from megatron_rl.models.experts import NOT_GIVEN
@@ -56,8 +56,9 @@ class Microbatch:
     follow the end of a shared prompt), ``index[i]`` that token's place in the response-token layout
     of the batch (on the host, unlike the others). ``temperatures[i]`` divides the logits of that
     token; None: all have the policy's. ``kept[i]``, ``likely[i]``: see ``logprobs.Head``.
-    ``places``: of the t tokens among those of the batch, -1 of padding, on the host; ``experts``:
-    as there. An empty micro-batch holds one dummy sequence and no rows.
+    ``places``: of the t tokens among those of the batch, -1 of padding, ``in_response``: which of
+    them belong to responses, both on the host; ``experts``: as there. An empty micro-batch holds
+    one dummy sequence and no rows.
     """
 
     token_ids: Int[Tensor, "1 t"]
@@ -67,6 +68,7 @@ class Microbatch:
     targets: Int[Tensor, " n"]
     index: Int[Tensor, " n"]
     places: Int[Tensor, " t"]
+    in_response: Bool[Tensor, " t"]
     empty: bool
     temperatures: Float[Tensor, " n"] | None = None
     kept: Int[Tensor, "n num_kept"] | None = None
@@ -222,6 +224,7 @@ class Packer:
             targets=to_device(targets, self.device),
             index=index,
             places=places,
+            in_response=(layout.position >= sequences.prompts[layout.sequence]) & (places >= 0),
             empty=not rows,
             temperatures=self._of_responses(batch.temperatures, index, 1.0),
             kept=self._of_responses(batch.kept, index, -1),

@@ -190,6 +190,7 @@ class Passes:
         outputs: Outputs = (),
         *,
         backward: bool,
+        counts: bool = False,
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
         last stage)."""
@@ -202,7 +203,7 @@ class Passes:
             length = max(lengths)
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, outputs=outputs, backward=backward)
-        with torch.set_grad_enabled(backward), self.routing.in_pass():
+        with torch.set_grad_enabled(backward), self.routing.in_pass(counts=counts):
             return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
@@ -213,6 +214,21 @@ class Passes:
                 micro_batch_size=1,
                 forward_only=not backward,
             )
+
+    def train(
+        self, microbatches: Sequence[Microbatch], consume: Consume, outputs: Outputs
+    ) -> list[Any]:
+        """Collective: ``run`` with a backward. The losses of routers are of the whole minibatch,
+        whose load a forward of its own counts."""
+        load = self.routing.load
+        if load is not None and load.has_losses:
+
+            def consume_nothing(_: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+                return values.logprobs.new_zeros(()), None
+
+            self.run(microbatches, consume_nothing, backward=False, counts=True)
+            load.total()
+        return self.run(microbatches, consume, outputs, backward=True, counts=True)
 
     def _head(self, microbatch: Microbatch, outputs: Outputs) -> Head:
         entropy: Entropy = "none"

@@ -91,6 +91,7 @@ def record(monkeypatch):
         ("expected_tensors", lambda path: {"a": (2,)}),
         ("eos_token_ids", lambda path: ()),
         ("scoring", lambda: None),
+        ("rotate_strided_parts", lambda: None),
     ):
         monkeypatch.setattr(engine_module, name, value)
     monkeypatch.setattr(request_tracking, "vllm_sampling", lambda *arguments: None)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from megatron_rl.checkpoints.hf import ShardWriter
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.engine.weights.stream import checked_stream, expected_tensors
 from megatron_rl.errors import WeightSyncError
@@ -59,17 +59,16 @@ def test_the_refused_tensor_is_not_passed_on():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_expected_tensors(tmp_path, tied):
-    save_file(
-        {"model.embed_tokens.weight": A, "lm_head.weight": A.clone()},
-        tmp_path / "model-00001-of-00002.safetensors",
-    )
-    save_file(
-        {"model.norm.weight": B, "model.layers.0.self_attn.rotary_emb.inv_freq": B.clone()},
-        tmp_path / "model-00002-of-00002.safetensors",
-    )
-    save_file(  # predicts the token after the next
-        {"model.layers.2.mlp.gate.weight": A}, tmp_path / "model-00003-of-00003.safetensors"
-    )
+    writer = ShardWriter(tmp_path, max_bytes=40)
+    for name, values in (
+        ("model.embed_tokens.weight", A),
+        ("lm_head.weight", A),
+        ("model.norm.weight", B),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", B),
+        ("model.layers.2.mlp.gate.weight", A),  # predicts the token after the next
+    ):
+        writer.add(name, values.clone())
+    writer.close()
     config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     want = {
@@ -83,7 +82,7 @@ def test_expected_tensors(tmp_path, tied):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match=r"model.path: no .safetensors file in"):
+    with pytest.raises(ValueError, match=r"holds neither model\.safetensors"):
         expected_tensors(tmp_path)
 
 
