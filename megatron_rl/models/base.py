@@ -310,17 +310,18 @@ def windows(hf: Any) -> dict[str, Any]:
             raise ValueError(
                 _refusal(hf, "layer_types", types, ("full_attention", "sliding_attention"))
             )
+    some = 0 < getattr(hf, "max_window_layers", 0) < hf.num_hidden_layers  # Qwen2 and Qwen3
+    if some and (len(set(types)) > 1 or hf.use_sliding_window):
+        raise ValueError(
+            f"config.json of {hf.model_type}: max_window_layers is {hf.max_window_layers} of"
+            f" {hf.num_hidden_layers} layers; vLLM serves windows in all layers of this family or"
+            " in none, give another model"
+        )
     if "sliding_attention" not in types:
         return {}
     if not size:
         raise ValueError(
             f"config.json of {hf.model_type}: sliding_window is {size}, and layers have windows;"
             " correct it, or give another model"
-        )
-    if hasattr(hf, "max_window_layers") and len(set(types)) > 1:  # Qwen2 and Qwen3
-        raise ValueError(
-            f"config.json of {hf.model_type}: max_window_layers is {hf.max_window_layers} of"
-            f" {hf.num_hidden_layers} layers; vLLM serves windows in all layers of this family or"
-            " in none, give another model"
         )
     return dict(window=size, windowed=tuple(each == "sliding_attention" for each in types))

@@ -214,14 +214,15 @@ def a_loader_that_computes_means_gather() -> None:
         config = validate(Config, compose("config", [*paths, *overrides]), "test")
         return build_sync(config, policy, engine, WORLD)
 
-    recorded, engine._shards = engine._shards, None
+    receiver = engine._llm.collective_rpc(lambda each: each.shard_receiver)[0]
+    recorded, receiver.shards = receiver.shards, []
     record, worker.record_shards = worker.record_shards, computing
     try:
         assert isinstance(build(), GatherSync)
         words = ("weight_sync.method=gather", "computes what it copies")
         refused(lambda: build("weight_sync.method=reshard"), ValueError, *words)
     finally:
-        engine._shards, worker.record_shards = recorded, record
+        receiver.shards, worker.record_shards = recorded, record
     policy.close()
 
 
