@@ -247,12 +247,11 @@ def table() -> str:
     """The claims with their verdicts, in Markdown."""
     rows = []
     by_lab: dict[str, list[Outcome]] = {"exact": [], "sampled": []}
-    for name, (claim, found) in tried().items():
+    for name, (claim, found) in sorted(tried().items(), key=lambda item: not item[1][0].is_exact):
         link = f"[{claim.title}]({name}/README.md)"
         lab_of = "exact" if claim.is_exact else "sampled"
         rows.append(f"| {link} | {lab_of} | {overall(found)} | {told(found)} |")
         by_lab[lab_of] += found
-    rows.sort(key=lambda row: "| exact |" not in row)
     for lab_of, found in by_lab.items():
         rows.append(f"| all of this lab | {lab_of} | {tally(found)} | |")
     rows.append(f"| all of them | | {tally([*by_lab['exact'], *by_lab['sampled']])} | |")

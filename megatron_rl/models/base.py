@@ -213,12 +213,13 @@ def family_problems(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> list[str]:
     """What of the settings does not suit a model with, or without, a tower, with latent attention,
-    or with biases throughout: key, value, remedy."""
+    or with what FP8 has not been tried with: key, value, remedy."""
     problems = []
     for there, what in (
         (arch.latent, "latent attention"),
         (arch.vision, "vision-language models"),
         (arch.biased, "GPT-OSS"),
+        (arch.output_norms, "Gemma 3"),
     ):
         if there and precision.fp8 is not None:
             problems.append(

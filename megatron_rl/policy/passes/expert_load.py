@@ -73,12 +73,15 @@ class ExpertLoad:
     ) -> Tensor:
         """What a micro-batch adds to the losses of a router on this rank."""
         load = self._load[layer]
-        weight = (counted * (self._arch.experts_per_token / load.sum())).float()
+        choices = load.sum()
+        weight = (counted * (self._arch.experts_per_token / choices)).float()
         logits = logits.float()
-        scores = logits.softmax(-1)
         if self._arch.sigmoid_router:
-            scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
-        even = len(load) * (weight @ scores * (load / load.sum()).float()).sum()
+            scores = logits.sigmoid()
+            scores = scores / scores.sum(-1, keepdim=True)
+        else:
+            scores = logits.softmax(-1)
+        even = len(load) * (weight @ scores * (load / choices).float()).sum()
         small = (weight * logits.logsumexp(-1).square()).sum()
         aux_coef, z_coef = self._coefs
         return aux_coef * even + z_coef * small

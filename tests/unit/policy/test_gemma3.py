@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,12 +13,14 @@ from megatron.core.models.gpt import GPTModel
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from megatron_rl.models import architecture_from
+from megatron_rl.models import architecture_from, read_architecture
+from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import hf_names
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.policy.model import HiddenStates
 from megatron_rl.policy.passes.attention import NormedAdd, RMSNorm
 from tests.numerics.policy_cases import parallel
+from tests.zoo import configured, save_tiny_model
 
 ATTENTION: dict[str, int] = dict(num_attention_heads=4, num_key_value_heads=1, head_dim=256)
 
@@ -75,3 +78,11 @@ def test_embeddings_are_scaled_by_a_number_of_their_format(
             model.__dict__.update(given, pre_process=is_first)
             states, _ = model._preprocess(packed_seq_params=None)
             assert states.unique().tolist() == [scale]
+
+
+def test_fp8_is_refused(tmp_path: Path) -> None:
+    run = configured(save_tiny_model("gemma3", tmp_path / "model"), "precision=mxfp8")
+    arch, _ = read_architecture(tmp_path / "model")
+    problems = family_problems(arch, run.model, run.parallel, run.precision)
+    assert len(problems) == 1
+    assert "FP8 has not been tried with Gemma 3; set precision=bf16" in problems[0]
