@@ -249,7 +249,6 @@ class MegatronPolicy:
         *,
         scores: Outputs | None = None,
     ) -> UpdateResult:
-        """See protocols.Policy."""
         buffer = None if scores is None else self._buffer(batch, scores)
         totals = self.backward(batch, loss, outputs, buffer=buffer)
         rate = optimizer.rate_of_run(self.optimizer_steps, self.optim, self.settings)
@@ -294,7 +293,6 @@ class MegatronPolicy:
         return self.view.gather.bytes_sent
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See protocols.WholeWeightSource."""
         self.wait_for_param_gather()
         yield from self.view.gathered()
 
@@ -318,7 +316,6 @@ class MegatronPolicy:
                 finish_param_gather(self.chunks)
 
     def check_weights(self, step: int) -> None:
-        """See protocols.CheckedWeights."""
         self.wait_for_param_gather()
         steps = self.optimizer_steps
         rate = optimizer.rate_of_run(steps - 1, self.optim, self.settings) if steps else None
@@ -351,7 +348,6 @@ class MegatronPolicy:
             self.reference.fill()
 
     def offload(self, parts: Sequence[str]) -> None:
-        """See protocols.Offloadable."""
         if "weights" not in self._offload.away:
             self.wait_for_param_gather()
         if "gradients" in parts:
@@ -361,7 +357,6 @@ class MegatronPolicy:
         self._offload.offload(parts)
 
     def reload(self) -> None:
-        """See protocols.Offloadable."""
         self._offload.reload()
 
     def save(self, path: Path, extra: Values, about: Values | None = None) -> None:
@@ -371,7 +366,6 @@ class MegatronPolicy:
     def start_save(
         self, path: Path, extra: Values, about: Values | None = None, after: After = None
     ) -> CheckpointSave:
-        """See protocols.Policy."""
         self._offload.require("weights", "gradients", "optimizer")
         return checkpoint.start(self, path, extra, about, after)
 
