@@ -16,9 +16,9 @@ from megatron_rl.reporting.comparison.drawing import (
     Drawing,
     write_png,
 )
-from megatron_rl.reporting.comparison.panels import unit_of
+from megatron_rl.reporting.comparison.panels import PANELS, SOURCES
 from megatron_rl.reporting.intervals import Interval, student
-from megatron_rl.reporting.metrics_file import is_held_out
+from megatron_rl.reporting.metrics_file import PASS_AT, is_held_out
 from tools.claim_checks import Claim, Outcome, Runs, Steps, overall
 
 EXACT = "the lab that decides: exact probabilities, evaluations of steps 80 to 120."
@@ -28,14 +28,16 @@ SAMPLED = (
     " the lab that decides ([which claims have some](../README.md)). What came out was written by"
     " single intervals, before verdicts were corrected for their number."
 )
-# Of metrics that the pages of reports do not show.
+# Those of the pages of reports, and of metrics that they do not show.
 UNITS = {
+    **{panel.key: panel.label for panel in PANELS},
     "credit/advantage_positive_sum": "advantage, sum of a step",
     "credit/extreme_advantage_abs_mean": "advantage",
     "credit/extreme_group_share": "share of groups",
     "credit/extreme_zscore_abs_mean": "advantage",
     "credit/length_gap_tokens": "tokens",
 }
+_SHARES = {SOURCES: "share of responses", PASS_AT: "share of prompts"}
 
 
 def draw(claim: Claim, runs: Runs, file: Path) -> None:
@@ -48,7 +50,8 @@ def draw(claim: Claim, runs: Runs, file: Path) -> None:
 
 
 def unit(metric: str) -> str:
-    found = UNITS.get(metric) or unit_of(metric)
+    shares = [of for start, of in _SHARES.items() if metric.startswith(start)]
+    found = UNITS.get(metric) or next(iter(shares), None)
     if found is None:
         raise ValueError(f"{metric}: has no unit; add it to UNITS of tools/claim_page.py")
     return found

@@ -40,7 +40,7 @@ from megatron_rl.errors import concerning
 from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.models.parameter_map import hf_names
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
-from tools import nemo_context
+from tools import megatron_writer, nemo_context
 
 CONFIG = "hf"
 
@@ -64,7 +64,7 @@ def to_nemo(source: Path, target: Path) -> str:
     dtype = files.formats[hf_names(arch)[0]]
     model = nemo_context.model_call(arch, hf, dtype, nemo_context.has_tokenizer(source))
     partial = directory.begin(target)
-    nemo_context.write_context(source, partial / megatron_format.NEMO_CONTEXT, model)
+    nemo_context.write_context(source, partial / nemo_context.CONTEXT, model)
     (partial / megatron_format.NEMO_WEIGHTS).mkdir()
     digest = _write(
         arch, files, partial / megatron_format.NEMO_WEIGHTS, megatron_format.NEMO_PREFIX
@@ -101,9 +101,9 @@ def _write(arch: Architecture, files: HfDirectory, weights: Path, prefix: str) -
         return tensors
 
     def produce(item: megatron_format.LayerTensor) -> Tensor:
-        return megatron_format.to_megatron(item, arch, read(item.parameter.names))
+        return megatron_writer.to_megatron(item, arch, read(item.parameter.names))
 
-    megatron_format.write(
+    megatron_writer.write(
         weights,
         arch,
         lambda item: _common_dtype(files, item.parameter.names),
@@ -142,6 +142,7 @@ def to_hf(
     """
     config = config or source / CONFIG
     arch, _ = read_architecture(config)
+    nemo_context.check_model(source, arch)
     if (source / directory.MANIFEST).is_file():  # of a training run, which says what is whole
         directory.check_whole(source)
     partial = directory.begin(target)

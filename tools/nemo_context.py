@@ -1,4 +1,4 @@
-"""Writes the part of a NeMo 2 checkpoint that says what its weights are, ``context/``.
+"""The part of a NeMo 2 checkpoint that says what its weights are: ``context/``.
 
 NeMo rebuilds its objects from io.json, the JSON form of a configuration tree of the library
 fiddle: each object is a callable and its arguments. model.yaml is the same tree for people and for
@@ -17,10 +17,21 @@ import torch
 import yaml
 
 from megatron_rl.checkpoints.hf import copy_companions
-from megatron_rl.checkpoints.megatron_format import NEMO_FIELDS
 from megatron_rl.config.model_config import format_name
+from megatron_rl.errors import concerning
 from megatron_rl.models import Architecture
 
+CONTEXT = "context"
+# Field of NeMo's configuration -> field of Architecture. Shapes would not show a wrong rotary base.
+FIELDS = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_query_groups": "num_kv_heads",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "rotary_base": "rope_theta",
+    "layernorm_epsilon": "norm_eps",
+}
 TOKENIZER = "nemo_tokenizer"
 MODELS = "nemo.collections.llm.gpt.model"
 # Our family -> NeMo's model (in a file of that name) and configuration.
@@ -52,6 +63,27 @@ class Call:
     arguments: Mapping[str, Any]
 
 
+def check_model(path: Path, arch: Architecture) -> None:
+    """Raises ValueError when ``path`` is a NeMo 2 checkpoint of another model than ``arch``, or its
+    description cannot be read. Directories without NeMo's files are not checked."""
+    file = path / CONTEXT / "model.yaml"
+    if not file.is_file():
+        return
+    unreadable = (yaml.YAMLError, UnicodeError, TypeError, KeyError)
+    with concerning(f"{file} cannot be read", "copy the checkpoint again", unreadable):
+        written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
+        there = {theirs: written[theirs] for theirs in FIELDS if theirs in written}
+    wrong = [
+        f"{theirs} is {value!r} there, {getattr(arch, FIELDS[theirs])!r} in config.json"
+        for theirs, value in there.items()
+        if value != getattr(arch, FIELDS[theirs])
+    ]
+    if wrong:
+        raise ValueError(
+            f"{file} describes another model: {'; '.join(wrong)}; give the config.json of this one"
+        )
+
+
 def model_call(arch: Architecture, hf: Any, dtype: torch.dtype, has_tokenizer: bool) -> Call:
     """NeMo's model for ``arch``, with weights of ``dtype``.
 
@@ -77,7 +109,7 @@ def model_call(arch: Architecture, hf: Any, dtype: torch.dtype, has_tokenizer: b
                 " to-megatron instead"
             )
         config = "Llama31Config"
-    fields: dict[str, Any] = {theirs: getattr(arch, ours) for theirs, ours in NEMO_FIELDS.items()}
+    fields: dict[str, Any] = {theirs: getattr(arch, ours) for theirs, ours in FIELDS.items()}
     fields |= dict(
         kv_channels=arch.head_dim,
         vocab_size=arch.vocab_size,

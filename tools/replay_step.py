@@ -44,6 +44,7 @@ from megatron_rl.runtime.launch import World, exit_process, reported, start
 from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import policy_settings
 from megatron_rl.trainer.minibatch_loss import MinibatchLoss
+from tools.replay.gradients import gathered_gradients, gradient_norm
 from tools.replay.read_bundle import Bundle, read_bundle
 from tools.replay.recorded_run import Again, ReplayedRun, config_of, find_route
 
@@ -138,7 +139,7 @@ def replay(
         loss = MinibatchLoss(method, signals, experience, bundle.rows, tokens, part)
         totals = policy.backward(loss.batch, loss, signals.update_outputs)
         rows = [row for split in splits for microbatch in split[begin:end] for row in microbatch]
-        return Part(rows, totals.loss, policy.gradient_norm())
+        return Part(rows, totals.loss, gradient_norm(policy))
 
     count = len(splits[0])
     parts = [compute(begin, begin + at_once) for begin in range(0, count, at_once)]
@@ -148,7 +149,7 @@ def replay(
         weights=[_facts(name, tensor) for name, tensor in policy.gathered_weights()],
         parts=parts,
         whole=whole,
-        gradients=[_facts(name, tensor) for name, tensor in policy.gathered_gradients()],
+        gradients=[_facts(name, tensor) for name, tensor in gathered_gradients(policy)],
     )
 
 

@@ -1,12 +1,10 @@
-"""megatron's distributed checkpoint format, read and written tensor by tensor, without megatron.
+"""megatron's distributed checkpoint format, read tensor by tensor, without megatron.
 
 The format does not depend on the parallel layout: a tensor of all layers (and all experts) is one
 array ``[layers, experts, ...]`` under one key, stored in chunks; a loader takes those it needs.
 """
 
-import json
 import math
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
-from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings, saved_bytes
-from megatron_rl.checkpoints.safe_load import COMMON, INDEX, read_index
-from megatron_rl.checkpoints.sealing import Receipt, index, receipt_path
-from megatron_rl.errors import concerning
+from megatron_rl.checkpoints.safe_load import read_index
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -39,54 +33,20 @@ from megatron_rl.models.parameter_map import (
     tensor_slices,
 )
 
-BACKEND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 # Norms are stored under their fused names. In front of experts Transformer Engine does not fuse,
 # while megatron's own layers look for the fused name there too: that norm is stored under both.
-_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
-# Modules that carry an (empty) state of Transformer Engine, which megatron's loader looks for;
-# experts' names have no prefix.
-_STATEFUL = (
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv",
-    *(f"self_attention.linear_{one}_proj" for one in ("q", "q_down", "q_up", "kv_down", "kv_up")),
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    "mlp.shared_experts.linear_fc1",
-    "mlp.shared_experts.linear_fc2",
-    "linear_fc1",
-    "linear_fc2",
-    "decoder.final_layernorm",
-)
+BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
 
-# A NeMo 2 checkpoint has weights of this format, and says in context/ what they are. Every key
-# begins with the prefix.
+# A NeMo 2 checkpoint has weights of this format. Every key begins with the prefix.
 NEMO_WEIGHTS = "weights"
-NEMO_CONTEXT = "context"
 NEMO_PREFIX = "module."
-# Field of NeMo's configuration -> field of Architecture. Shapes would not show a wrong rotary base.
-NEMO_FIELDS = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_heads",
-    "num_query_groups": "num_kv_heads",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "rotary_base": "rope_theta",
-    "layernorm_epsilon": "norm_eps",
-}
 
 
 @dataclass(frozen=True)
 class LayerTensor:
     """One parameter of one layer (and expert): ``array[key][place]`` has ``shape``.
 
-    ``other_key``: where other writers put it; with ``both`` it is written there too.
+    ``other_key``: where other writers put it; with ``both`` a writer puts it there too.
     """
 
     parameter: Parameter
@@ -96,24 +56,6 @@ class LayerTensor:
     extent: tuple[int, ...]  # of the axes that ``place`` indexes
     shape: tuple[int, ...]
     both: bool = False
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of the arrays that it is written to."""
-        return (self.key, self.other_key) if self.both else (self.key,)
-
-    @property
-    def stateful(self) -> bool:
-        name = self.parameter.slot.megatron
-        return name.removesuffix(".weight") in _STATEFUL or (self.both and name == _BEFORE_EXPERTS)
-
-    @property
-    def state_key(self) -> str:
-        """Example: "decoder.layers.mlp.linear_fc1._extra_state/shard_3_28", of layer 3 of 28."""
-        # What has no layers (the final norm) is shard 0 of 1.
-        at = ".".join(map(str, self.place or (0,)))
-        of = ".".join(map(str, self.extent or (1,)))
-        return f"{self.key.removesuffix('.weight')}._extra_state/shard_{at}_{of}"
 
     def location(self, key: str, dtype: torch.dtype) -> ArrayLocation:
         """Its place in the array ``[layers, experts, ...]``: of one layer and expert, all."""
@@ -137,7 +79,7 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
         if parameter.expert is None:
             own = f"{layers}.{name}"
             fused = f"{layers}.{stored_names.get(name, name)}"
-            both = name == _BEFORE_EXPERTS and arch.has_experts(parameter.layer)
+            both = name == BEFORE_EXPERTS and arch.has_experts(parameter.layer)
             # The first is the one that is written, and looked for first.
             keys = (own, fused) if both else (fused, own)
             yield LayerTensor(parameter, *keys, place, extent, shape, both)
@@ -148,20 +90,11 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             yield LayerTensor(parameter, key, key, place, extent, shape)
 
 
-def to_megatron(item: LayerTensor, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
-    """The Megatron parameter made of its whole HF tensors."""
-    whole = torch.empty(item.shape, dtype=next(iter(tensors.values())).dtype)
-    # Tensor rank 0 of 1 has all of it.
-    for shard in shards(item.parameter, arch, arch.vocab_size, 0, 1):
-        part_of(whole, shard).copy_(tensors[shard.name][tensor_slices(shard)])
-    return whole
-
-
 def to_hf(
     items: Iterable[LayerTensor], arch: Architecture, read: Callable[[LayerTensor], Tensor]
 ) -> dict[str, Tensor]:
-    """The inverse of ``to_megatron``, of parameters that make up the same HF tensors and that
-    ``read`` gives; rows of a padded vocabulary are left out."""
+    """The HF tensors that ``items`` make up together, which ``read`` gives; rows of a padded
+    vocabulary are left out."""
     tensors: dict[str, Tensor] = {}
     for item in items:
         whole = read(item)
@@ -176,41 +109,6 @@ def to_hf(
         for shard in shards(item.parameter, arch, rows, 0, 1):
             tensors[shard.name][tensor_slices(shard)] = part_of(whole, shard)
     return tensors
-
-
-def write(
-    path: Path,
-    arch: Architecture,
-    dtype: Callable[[LayerTensor], torch.dtype],
-    produce: Callable[[LayerTensor], Tensor],
-    prefix: str = "",
-) -> None:
-    """Writes a checkpoint of weights into the directory ``path``.
-
-    ``produce(item)``, of ``dtype(item)``, is called in the order of the model. Every key begins
-    with ``prefix``.
-    """
-    items = list(layer_tensors(arch, arch.vocab_size))
-    num_bytes = sum(math.prod(item.shape) * dtype(item).itemsize for item in items)
-    writer = PartWriter(path, 0, num_bytes, Settings(threads=1, pinned=False, blocks=2), Memory())
-    try:
-        for item in items:
-            places = [item.location(prefix + key, dtype(item)) for key in item.keys]
-            writer.copy(produce(item).view(-1), 0, places)
-            if item.stateful:
-                # The state of a module that has none: Transformer Engine keeps one for FP8 only.
-                writer.add_object(prefix + item.state_key, saved_bytes([None]))
-    finally:
-        writer.close()
-        writer.join()
-    if writer.error is not None:
-        raise writer.error
-    written = Receipt()
-    written.add(receipt_path(path, 0).read_bytes())
-    (path / INDEX).write_bytes(pickle.dumps(index(written.stored)))
-    receipt_path(path, 0).unlink()
-    torch.save({}, path / COMMON)
-    (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
 
 
 class CheckpointReader:
@@ -287,27 +185,6 @@ def check_tied_head(reader: CheckpointReader, arch: Architecture, embedding: Lay
         )
 
 
-def check_nemo_model(path: Path, arch: Architecture) -> None:
-    """Raises ValueError when ``path`` is a NeMo 2 checkpoint of another model than ``arch``, or its
-    description cannot be read. Directories without NeMo's files are not checked."""
-    file = path / NEMO_CONTEXT / "model.yaml"
-    if not file.is_file():
-        return
-    unreadable = (yaml.YAMLError, UnicodeError, TypeError, KeyError)
-    with concerning(f"{file} cannot be read", "copy the checkpoint again", unreadable):
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
-        there = {theirs: written[theirs] for theirs in NEMO_FIELDS if theirs in written}
-    wrong = [
-        f"{theirs} is {value!r} there, {getattr(arch, NEMO_FIELDS[theirs])!r} in config.json"
-        for theirs, value in there.items()
-        if value != getattr(arch, NEMO_FIELDS[theirs])
-    ]
-    if wrong:
-        raise ValueError(
-            f"{file} describes another model: {'; '.join(wrong)}; give the config.json of this one"
-        )
-
-
 def read_hf(
     path: Path, arch: Architecture, announce: Callable[[int], None], *, allow_pickle: bool = False
 ) -> Iterable[tuple[str, Tensor]]:
@@ -317,7 +194,6 @@ def read_hf(
     ``allow_pickle``: see CheckpointReader.
     """
     reader = CheckpointReader(path, allow_pickle=allow_pickle)
-    check_nemo_model(path, arch)
     stored = list(layer_tensors(arch, reader.vocab_rows(arch)))
     for item in stored:
         reader.array(item)  # all are there and fit, before the first is read

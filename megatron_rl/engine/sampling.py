@@ -78,17 +78,10 @@ def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int])
 def vllm_sampling(
     sampling: Sampling, seed: int, eos_token_ids: Sequence[int], num_there: int = 0
 ) -> SamplingParams:
-    """``sampling_values`` for the engine in this process, which answers once, when all is done.
-    ``num_there``: tokens of the response that the prompt ends with."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        **sampling_values(sampling, seed, eos_token_ids),
-        extra_args=extra_args(sampling, num_there),
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    """``sampling_values`` for the engine in this process. ``num_there``: tokens of the response
+    that the prompt ends with."""
+    values = sampling_values(sampling, seed, eos_token_ids)
+    return answered_once(**values, extra_args=extra_args(sampling, num_there), flat_logprobs=True)
 
 
 def extra_args(sampling: Sampling, num_there: int) -> dict[str, Any] | None:
@@ -110,9 +103,9 @@ def extra_args(sampling: Sampling, num_there: int) -> dict[str, Any] | None:
     return {OF_REQUEST: [*annealed, *cut]}
 
 
-def scoring() -> SamplingParams:
-    """``SCORING`` for the engine in this process."""
+def answered_once(**values: Any) -> SamplingParams:
+    """Of a request to the engine in this process, which answers when all is done."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(**SCORING, output_kind=RequestOutputKind.FINAL_ONLY)
+    return SamplingParams(**values, output_kind=RequestOutputKind.FINAL_ONLY)

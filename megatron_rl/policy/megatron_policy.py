@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from megatron_rl.checkpoints import peft_format
@@ -54,7 +56,13 @@ from megatron_rl.policy.passes.forward import (
 )
 from megatron_rl.policy.passes.routing import ExpertRecord, Routing, prompt_sources
 from megatron_rl.policy.passes.vision import VisionBatcher
-from megatron_rl.policy.precision import ddp_config, describe, logprob_format, token_multiple
+from megatron_rl.policy.precision import (
+    ddp_config,
+    describe,
+    logprob_format,
+    optimizer_config,
+    token_multiple,
+)
 from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.policy.state import checkpoint, checkpoint_loading, export, weights
@@ -115,7 +123,8 @@ class MegatronPolicy:
         self.vocab_rows = padded_vocab(self.arch.vocab_size, divisible_by, parallel.tensor)
         with platform():
             self._build_model(model)
-            self.optimizer = optimizer.build_optimizer(optim, parallel, precision, self.chunks)
+            adam = optimizer_config(optim, parallel, precision)
+            self.optimizer = get_megatron_optimizer(adam, self.chunks)
         self.training_tensors = training_tensors(self.modules, self.optimizer)
         self._offload = Offload(self.training_tensors, ("gradients",), self.device)
         self._dispatchers = dispatcher_tensors(self.modules)
@@ -240,7 +249,6 @@ class MegatronPolicy:
         *,
         scores: Outputs | None = None,
     ) -> UpdateResult:
-        """See protocols.Policy."""
         buffer = None if scores is None else self._buffer(batch, scores)
         totals = self.backward(batch, loss, outputs, buffer=buffer)
         rate = optimizer.rate_of_run(self.optimizer_steps, self.optim, self.settings)
@@ -282,23 +290,11 @@ class MegatronPolicy:
     def gathered_bytes_sent(self) -> int:
         """See protocols.WholeWeightSource. Every rank that needs a shard counts once, whatever way
         the collectives take."""
-        return self.view.gathered_bytes_sent
+        return self.view.gather.bytes_sent
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See protocols.WholeWeightSource."""
         self.wait_for_param_gather()
         yield from self.view.gathered()
-
-    def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: the gradients of ``backward``, by HF name, whole; zeros of a frozen tower.
-        With adapters theirs alone."""
-        yield from self.view.gathered_gradients(self.chunks)
-
-    def gradient_norm(self) -> float:
-        """Collective: of the gradient left by ``backward``, over all parameters, as the optimizer
-        step has it."""
-        with platform():
-            return optimizer.gradient_norm(self.optimizer)
 
     def weight_shards(self) -> list[Shard]:
         """The parts of HF tensors that this rank holds, for a planned weight sync; the keys are
@@ -320,7 +316,6 @@ class MegatronPolicy:
                 finish_param_gather(self.chunks)
 
     def check_weights(self, step: int) -> None:
-        """See protocols.CheckedWeights."""
         self.wait_for_param_gather()
         steps = self.optimizer_steps
         rate = optimizer.rate_of_run(steps - 1, self.optim, self.settings) if steps else None
@@ -353,7 +348,6 @@ class MegatronPolicy:
             self.reference.fill()
 
     def offload(self, parts: Sequence[str]) -> None:
-        """See protocols.Offloadable."""
         if "weights" not in self._offload.away:
             self.wait_for_param_gather()
         if "gradients" in parts:
@@ -363,7 +357,6 @@ class MegatronPolicy:
         self._offload.offload(parts)
 
     def reload(self) -> None:
-        """See protocols.Offloadable."""
         self._offload.reload()
 
     def save(self, path: Path, extra: Values, about: Values | None = None) -> None:
@@ -373,7 +366,6 @@ class MegatronPolicy:
     def start_save(
         self, path: Path, extra: Values, about: Values | None = None, after: After = None
     ) -> CheckpointSave:
-        """See protocols.Policy."""
         self._offload.require("weights", "gradients", "optimizer")
         return checkpoint.start(self, path, extra, about, after)
 
@@ -394,4 +386,4 @@ class MegatronPolicy:
 
     def close(self) -> None:
         """Collective: drops megatron's process groups; another policy may then be built."""
-        groups.destroy()
+        parallel_state.destroy_model_parallel()

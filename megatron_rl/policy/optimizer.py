@@ -1,17 +1,15 @@
 """AdamW through megatron's optimizers, its learning rate, and the rule for non-finite gradients."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
-from megatron_rl.policy.precision import optimizer_config
+from megatron_rl.config.schema import OptimConfig
 from megatron_rl.policy.settings import PolicySettings
 
 
@@ -48,16 +46,6 @@ def rate_of_run(step: int, optim: OptimConfig, settings: PolicySettings) -> floa
     if settings.warm_start_rate is not None:
         optim = optim.model_copy(update={"learning_rate": settings.warm_start_rate})
     return learning_rate(step, optim, first)
-
-
-def build_optimizer(
-    optim: OptimConfig,
-    parallel: ParallelConfig,
-    precision: PrecisionConfig,
-    chunks: Sequence[torch.nn.Module],
-) -> MegatronOptimizer:
-    """AdamW over the chunks; no weight decay on biases and norms."""
-    return get_megatron_optimizer(optimizer_config(optim, parallel, precision), list(chunks))
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -119,21 +107,6 @@ def gradient(parameter: Any) -> Tensor:
     if not parameter.requires_grad:
         return torch.zeros_like(parameter)
     return parameter.main_grad
-
-
-def whole_gradients(chunks: Sequence[Any]) -> None:
-    """Collective: puts the whole gradient into ``main_grad`` on every rank.
-
-    A distributed optimizer leaves each rank its share there.
-    """
-    for chunk in chunks:
-        if not chunk.ddp_config.use_distributed_optimizer:
-            continue
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def unshare_steps(optimizer: MegatronOptimizer) -> None:

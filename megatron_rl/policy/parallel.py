@@ -95,8 +95,3 @@ def _replicas(parallel: ParallelConfig) -> list[list[int]]:
     ranks = torch.arange(dist.get_world_size())
     numbered = ranks.view(parallel.pipeline, -1, parallel.context * parallel.tensor)
     return numbered.transpose(0, 1).flatten(1).tolist()
-
-
-def destroy() -> None:
-    """Collective: forgets megatron's process groups."""
-    parallel_state.destroy_model_parallel()

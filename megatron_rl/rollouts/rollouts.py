@@ -161,7 +161,6 @@ class Rollouts:
     record: StepRecord | None = None
 
     def next(self, step: int) -> Experience:
-        """See protocols.RolloutSource."""
         with self.engines.generation():
             return self.collect(step)
 

@@ -19,12 +19,12 @@ from megatron_rl.models import Architecture
 from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import SequenceBatch, Shard
-from megatron_rl.weight_sync.planner.shards import expand
 from tests import zoo
 from tests.distributed.big_models import CASES, Case, train_layout, write_narrow
 from tests.distributed.fake_world import Answers, Record, fake_world
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
 from tests.unit.weight_sync.training_tables import shape_from_hf, train_shards
+from tools.planning.shard_table import expand
 
 FOLDER = Path(sys.argv[1])
 DIVISIBLE_BY = 16

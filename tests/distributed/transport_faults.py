@@ -8,9 +8,10 @@ import torch.distributed as dist
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync import transport as transport_module
-from megatron_rl.weight_sync.planner.shards import ShardGroup, expand
+from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import slice_text
 from megatron_rl.weight_sync.reshard import ReshardSync
+from tools.planning.shard_table import expand
 
 Tensors = dict[str, torch.Tensor]
 

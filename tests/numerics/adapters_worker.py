@@ -29,6 +29,7 @@ from tests.numerics.policy_reference import (
 )
 from tests.numerics.policy_worker import OPTIM, logits_error, splits
 from tests.numerics.seeing import published_name, seeing_differentiated
+from tools.replay.gradients import gathered_gradients
 from tools.replay.recorded_run import ReplayedRun
 
 PROJECTIONS = {
@@ -138,7 +139,7 @@ def compare(case: Case, path: Path, folder: Path, wanted: dict[str, Any]) -> dic
         figures[f"off_{name}"] = float((reference - wanted["base_logprobs"]).abs().max())
         totals = policy.backward(work, wanted["loss"], ENTROPY)
         figures[f"loss_{name}"] = abs(totals.loss - wanted["value"]) / abs(wanted["value"])
-        found = dict(policy.gathered_gradients())
+        found = dict(gathered_gradients(policy))
         for part in ("lora_A", "lora_B"):
             figures[f"gradients_{part}_{name}"] = relative_error(
                 {key: value for key, value in found.items() if part in key},

@@ -14,7 +14,6 @@ from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
 from megatron_rl.config.method import load_method
-from megatron_rl.data.sequences import response_tokens
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.models.vision import window_attention
@@ -29,6 +28,7 @@ from tests.numerics.policy_reference import ENTROPY, NUM_ROWS, make_batch
 from tests.numerics.seeing import seeing_batch, seeing_policy
 from tests.numerics.simulated_device import SimulatedDevice
 from tests.zoo import tiny_policy
+from tools.replay.read_bundle import response_tokens
 
 # megatron's rotary embedding without Transformer Engine reads the boundaries of the sequences.
 VENDOR = ("_apply_rotary_pos_emb_thd",)

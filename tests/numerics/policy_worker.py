@@ -26,6 +26,7 @@ from tests.numerics.policy_reference import (
     scores,
     sequences,
 )
+from tools.replay.gradients import gathered_gradients
 
 OPTIM = optim()
 
@@ -122,7 +123,7 @@ def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         figures[f"loss_{name}"] = abs(totals.loss - wanted["value"]) / abs(wanted["value"])
         figures[f"metrics_{name}"] = totals.metrics
         if not case.sharded_gradients:
-            found = dict(policy.gathered_gradients())
+            found = dict(gathered_gradients(policy))
             figures[f"gradients_{name}"] = relative_error(found, wanted["gradients"])
             for part, names in parts(found).items():
                 figures[f"gradients_{part}_{name}"] = relative_error(

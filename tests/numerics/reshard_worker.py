@@ -21,7 +21,7 @@ from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.gather import GatherSync
-from megatron_rl.weight_sync.planner.shards import collect, expand
+from megatron_rl.weight_sync.planner.shards import collect
 from tests.numerics import reshard_faults
 from tests.numerics import rollout_models as small
 from tests.numerics.reshard_parts import (
@@ -38,6 +38,7 @@ from tests.numerics.reshard_parts import (
 )
 from tests.unit.weight_sync.training_tables import TrainLayout, shape_from_hf, train_shards
 from tools.planning.engine_tables import RolloutLayout, rollout_shards
+from tools.planning.shard_table import expand
 
 SHORT = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "expert_tensor": "etp"}
 

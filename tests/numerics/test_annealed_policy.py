@@ -27,6 +27,7 @@ from tests.numerics.policy_reference import (
     scores,
 )
 from tests.ranks import call
+from tools.replay.gradients import gathered_gradients
 
 MODEL = "llama"
 ROWS = 6
@@ -61,7 +62,7 @@ def of_cuts(
     found = []
     for cut in cuts(policy):
         totals = policy.backward(LocalBatch(batch, cut), loss, ENTROPY)
-        gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
+        gradient = {key: value.clone() for key, value in gathered_gradients(policy)}
         found.append((totals.loss, gradient))
     return found
 

@@ -28,6 +28,7 @@ from tests.numerics.policy_reference import (
 )
 from tests.numerics.policy_worker import splits
 from tests.ranks import call, on_ranks
+from tools.replay.gradients import gathered_gradients
 
 K = 2
 AUX, Z, RATE = 0.3, 0.2, 0.05
@@ -149,7 +150,7 @@ def trained(path: Path, layout: dict[str, Any], base: Tensor, folder: Path) -> d
 
     for cut in splits(policy).values():
         policy.backward(LocalBatch(batch, cut), loss)
-        found["gradients"].append(dict(policy.gathered_gradients()))
+        found["gradients"].append(dict(gathered_gradients(policy)))
     found["biases"].append(biases())
     rows = LocalBatch(batch, cut)
     assert policy.update(rows, lambda view: LossOutput(view.logprobs.sum() * torch.nan, {})).skipped

@@ -27,6 +27,7 @@ from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import on_ranks
 from tests.zoo import of_all_rows, tiny_policy
+from tools.replay.gradients import gathered_gradients
 
 SEQUENCE: dict[str, Any] = {"tensor": 2, "sequence": True}
 INTERLEAVED: dict[str, Any] = {"pipeline": 2, "virtual_pipeline": 2}
@@ -57,7 +58,7 @@ def figures(
     batch = make_batch()
     logprobs = of_all_rows(policy.score(LocalBatch(batch, cut(policy, batch)))).logprobs
     totals = policy.backward(LocalBatch(batch, cut(policy, batch)), simple_loss)
-    gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
+    gradient = {key: value.clone() for key, value in gathered_gradients(policy)}
     shards = {
         (shard.name, shard.start, shard.shape, shard.offset, shard.stride)
         for shard in policy.weight_shards()

@@ -34,6 +34,7 @@ from tests.numerics.policy_reference import (
 )
 from tests.numerics.policy_worker import splits
 from tests.ranks import call
+from tools.replay.gradients import gathered_gradients
 
 MODEL = "qwen3"
 NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs", "siren", "laser")
@@ -216,7 +217,7 @@ def compare(
                 assert value == pytest.approx(wanted["metrics"][key], rel=2e-6, abs=1e-6), (
                     f"{what}: {key}"
                 )
-            found = dict(policy.gathered_gradients())
+            found = dict(gathered_gradients(policy))
             error = relative_error(found, wanted["gradients"])
             assert error <= 2e-6, f"{what}: gradients off by {error}"
         policy.close()

@@ -19,6 +19,7 @@ from tests.launch import run
 from tests.numerics.nemo_models import save_formula, save_tokenizer
 from tests.numerics.nemo_worker import IDS
 from tests.numerics.test_nemo_checkpoint import NAMES
+from tools import megatron_writer
 from tools.convert_checkpoint import to_hf, to_nemo
 
 pytestmark = pytest.mark.full
@@ -59,7 +60,7 @@ def expected(path: Path) -> dict[str, torch.Tensor]:
             "" if parameter.expert is None else f"mlp.experts.local_experts.{parameter.expert}."
         )
         layer = "" if parameter.layer is None else f"decoder.layers.{parameter.layer}."
-        whole = megatron_format.to_megatron(
+        whole = megatron_writer.to_megatron(
             item, arch, {name: tensors[name] for name in parameter.names}
         )
         found[f"{layer}{expert}{parameter.slot.megatron}"] = whole

@@ -28,6 +28,7 @@ from tests.numerics.policy_state import record
 from tests.ranks import on_ranks
 from tests.unit.checkpoints.test_safe_load import Program
 from tests.zoo import tiny_policy
+from tools.replay.gradients import gathered_gradients
 
 SHARDED: dict[str, Any] = dict(distributed_optimizer=True)
 LAYOUTS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -155,7 +156,7 @@ def test_gradients_by_name_are_whole(hf_models: Path):
     for name in ("dp2", "dp2_sharded"):
         policy = tiny_policy(hf_models / "llama", LAYOUTS[name][1])
         update(policy, good)
-        gradients.append({tensor: value.clone() for tensor, value in policy.gathered_gradients()})
+        gradients.append({tensor: value.clone() for tensor, value in gathered_gradients(policy)})
         policy.close()
     plain, sharded = gradients
     assert plain.keys() == sharded.keys()

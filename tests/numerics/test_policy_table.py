@@ -22,6 +22,7 @@ from tests.numerics.policy_cases import AGGREGATIONS, METHOD_NAMES, TABLE
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import call
 from tests.zoo import tiny_policy
+from tools.replay.gradients import gathered_gradients
 
 ROWS = 8
 RESPONSE_LIMIT = 16
@@ -124,7 +125,7 @@ def losses_and_gradients(
             if (variant, cut) not in chosen:
                 continue
             totals = policy.backward(LocalBatch(batch, split), loss)
-            gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
+            gradient = {key: value.clone() for key, value in gathered_gradients(policy)}
             results[f"{variant}/{cut}"] = (totals.loss, gradient)
     policy.close()
     return results

@@ -97,7 +97,7 @@ def whole_run(folder: Path, model: str, layout: dict[str, Any], **more: Any) -> 
         policy.update(LocalBatch(batch, rows(policy, batch)), simple_loss)
         assert len(torch.cuda._queued_calls) == queued, "calls wait for a CUDA that never comes"
     finally:
-        megatron_policy.groups.destroy()
+        megatron_policy.parallel_state.destroy_model_parallel()
 
 
 def outcome(action: Callable[[], None]) -> str:

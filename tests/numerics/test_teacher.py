@@ -30,6 +30,7 @@ from tests.numerics.policy_reference import (
 from tests.numerics.policy_worker import splits
 from tests.numerics.test_method_layouts import plain_logits
 from tests.ranks import call
+from tools.replay.gradients import gathered_gradients
 
 MODEL = "qwen3"
 # Family, seed and layers of the teacher of each data source; the policy has 4 layers.
@@ -132,7 +133,7 @@ def compare(path: Path, folder: Path, layout: dict[str, Any], wanted: dict[str, 
         loss = MinibatchLoss(method, signals, experience, rows, experience.scored_tokens, local)
         totals = policy.backward(loss.batch, loss, signals.update_outputs)
         assert totals.loss == pytest.approx(wanted[name]["loss"], rel=2e-6, abs=1e-6), cut
-        error = relative_error(dict(policy.gathered_gradients()), wanted[name]["gradients"])
+        error = relative_error(dict(gathered_gradients(policy)), wanted[name]["gradients"])
         assert error <= 2e-6, f"{name}, {cut}: gradients off by {error}"
     policy.close()
 

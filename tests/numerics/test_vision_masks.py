@@ -26,6 +26,7 @@ from tests.numerics.policy_reference import NUM_ROWS, TEMPERATURE, relative_erro
 from tests.numerics.policy_worker import splits
 from tests.numerics.seeing import hf_logits, published_name, seeing_batch, seeing_policy
 from tests.ranks import call
+from tools.replay.gradients import gathered_gradients
 
 MODEL = "qwen2_5_vl"
 RUN_SEED, STEP = 11, 3
@@ -124,7 +125,7 @@ def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any
                 assert value == pytest.approx(wanted["metrics"][key], rel=5e-6, abs=1e-6), (
                     f"{what}: {key}"
                 )
-            error = relative_error(dict(policy.gathered_gradients()), wanted["gradients"])
+            error = relative_error(dict(gathered_gradients(policy)), wanted["gradients"])
             assert error <= 2e-6, f"{what}: gradients off by {error}"
         policy.close()
 

@@ -120,7 +120,7 @@ def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
     weights.HfDirectory.__init__ = lambda self, path, prefixes: None
     weights.HfDirectory.check = lambda self, arch: None
     # Transformer Engine's Adam allocates where it is made.
-    megatron_policy.optimizer.build_optimizer = lambda *_: None
+    megatron_policy.get_megatron_optimizer = lambda *_: None
     dist.all_gather_object = all_gather_object
     torch.nn.Module._apply = converted
     weights.load = lambda *_, **__: None

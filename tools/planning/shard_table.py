@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from megatron_rl.types import Shard
@@ -24,6 +25,15 @@ def full_names(prefixes: tuple[str, ...], suffix: str) -> tuple[str, ...]:
     """The suffix behind each prefix. One tuple for all ranks that ask for the same names, which the
     planner then recognizes at once."""
     return tuple(prefix + suffix for prefix in prefixes)
+
+
+def expand(groups: Iterable[ShardGroup]) -> list[Shard]:
+    """The single shards of groups that know their places."""
+    shards = []
+    for group in groups:
+        for name, key in zip(group.names, group.keys, strict=True):
+            shards.append(replace(group.shard, name=name, key=key))
+    return shards
 
 
 @dataclass

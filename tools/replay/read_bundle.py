@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
-from megatron_rl.data.sequences import response_tokens
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import LocalBatch, TokenScores
@@ -49,6 +49,16 @@ class Bundle(BundleFacts):
     def credit(self) -> Credit:
         assert self.experience.credit is not None
         return self.experience.credit
+
+
+def response_tokens(batch: SequenceBatch) -> Int[Tensor, " tokens"]:
+    """The token ids of all responses, in the response-token layout."""
+    # With prompts of 2 and 1 and responses of 1 and 2 tokens, [p p r | p r r]: rows 0 1 1, whose
+    # responses begin at 2, 4 and 4, and within them the tokens 0 0 1, so the places are 2 4 5.
+    row = batch.response_index
+    first = batch.offsets[:-1] + batch.prompt_lengths
+    within = torch.arange(len(row)) - batch.response_offsets[row]
+    return batch.token_ids[first[row] + within]
 
 
 def read_bundle(path: Path) -> Bundle:

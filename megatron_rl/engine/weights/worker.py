@@ -10,6 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from megatron_rl.engine.routed_experts import SlotExperts
 from megatron_rl.engine.weights.recorder import UndiscoveredError, partly_filled, record_shards
@@ -18,7 +24,9 @@ from megatron_rl.models.parameter_map import part_of, tensor_slices
 from megatron_rl.protocols import Transfer
 from megatron_rl.types import Shard
 
-_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+# It warns of each layer whose loader has seen nothing: of all that are written shard by shard, and
+# of a tied head.
+logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
 
 
 class ShardReceiver:
@@ -74,8 +82,6 @@ class ShardReceiver:
 
     def stored(self) -> Iterable[tuple[str, Tensor]]:
         """The weights in the files of the model."""
-        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
         loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
         return loader.get_all_weights(self.vllm_config.model_config, self.model)
 
@@ -212,22 +218,15 @@ def _reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterato
     sees, and in the end all is as before. After an exception the layers that were processed are
     new, the others as before, and another reload may follow.
     """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        finalize_layerwise_reload,
-        get_layerwise_info,
-        initialize_layerwise_reload,
-    )
-
     with set_current_vllm_config(vllm_config):
-        initialize_layerwise_reload(model)
+        layerwise.initialize_layerwise_reload(model)
         widened = widened_biases(model, vllm_config.model_config.dtype)
         for bias, _ in widened:
             bias.data = bias.data.to(vllm_config.model_config.dtype)
         if not complete:
             for layer in model.modules():
                 # However many elements its loader sees, never as many as the layer has.
-                get_layerwise_info(layer).load_numel = float("-inf")
+                layerwise.get_layerwise_info(layer).load_numel = float("-inf")
         finished = False
         try:
             yield
@@ -235,8 +234,7 @@ def _reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterato
         finally:
             if complete and not finished:
                 _leave_unprocessed(model)
-            with _no_warnings(_RELOAD):
-                finalize_layerwise_reload(model, vllm_config.model_config)
+            layerwise.finalize_layerwise_reload(model, vllm_config.model_config)
             if not (complete and finished):
                 for bias, before in widened:
                     bias.data = before
@@ -245,10 +243,8 @@ def _reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterato
 def _leave_unprocessed(model: nn.Module) -> None:
     """Ends a reload that broke off: each layer that was not processed gets its old tensors back.
     The weights are then of two versions, and every layer can be loaded again."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
     for layer in model.modules():
-        info = get_layerwise_info(layer)
+        info = layerwise.get_layerwise_info(layer)
         if info.can_load():
             info.load_numel = float("-inf")
 
@@ -267,26 +263,11 @@ def widened_biases(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parame
     return widened
 
 
-@contextmanager
-def _no_warnings(name: str) -> Iterator[None]:
-    """The reload warns of each layer whose loader has seen nothing: of all that are written shard
-    by shard, and of a tied head."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def built_with_values(model: nn.Module) -> Iterator[str]:
     """Names of what a load without weights fills with arbitrary numbers, during a reload.
 
     Not of attention layers: they hold scales of the cache alone, which every reload sets again.
     """
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
     for path, layer in model.named_modules():
         if is_deferred_attention_layer(layer):
             continue
@@ -335,13 +316,10 @@ class OpenLayers:
         self.opened: set[str] = set()
 
     def parameter(self, key: str) -> Tensor:
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.meta import materialize_layer
-
         path, _, name = key.rpartition(".")
         layer = self.model.get_submodule(path)
         if path not in self.opened:
-            materialize_layer(layer, get_layerwise_info(layer))
+            materialize_layer(layer, layerwise.get_layerwise_info(layer))
             self.opened.add(path)
             for owner, _, padded in (each.rpartition(".") for each in self.padded):
                 if owner == path:
@@ -364,13 +342,8 @@ class OpenLayers:
                     self._process(path)
 
     def _process(self, path: str) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import (
-            _layerwise_process,
-            get_layerwise_info,
-        )
-
         layer = self.model.get_submodule(path)
-        _layerwise_process(layer, get_layerwise_info(layer))
+        layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 
 
 def repack_cpu(model: nn.Module) -> None:
@@ -381,8 +354,6 @@ def repack_cpu(model: nn.Module) -> None:
     handle made from the old embedding. Experts are processed without their packing step. Neither
     raises; both then answer with wrong numbers.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):

@@ -1,10 +1,9 @@
 """Qwen2.5-VL: the language model of Qwen2 with positions of time, row and column, and a tower."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
 
-import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import torch
 
 from megatron_rl.models.base import (
     ATTENTION,
@@ -17,9 +16,6 @@ from megatron_rl.models.base import (
     refuse,
 )
 from megatron_rl.models.vision.window_attention import window_tower
-
-if TYPE_CHECKING:
-    import torch
 
 # transformers keeps the parts of its model apart; the published files have the names of before.
 _PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
@@ -40,7 +36,7 @@ def read(hf: Any) -> Architecture:
         qkv_bias=True,
         layer_slots=ATTENTION + QKV_BIAS + DENSE_MLP,
         mrope_section=mrope_section(text),
-        vision=vision_sizes(hf, "silu", tuple(_tensors(hf.vision_config))),
+        vision=vision_sizes(hf, "silu", tower),
         prefixes=_PREFIXES,
     )
 
@@ -56,11 +52,10 @@ def mrope_section(text: Any) -> tuple[int, ...]:
     return section
 
 
-Tensors = Iterator[tuple[str, tuple[int, ...]]]
-
-
-def vision_sizes(hf: Any, activation: str, tensors: tuple[Any, ...], **more: Any) -> Vision:
-    """The tower of ``hf.vision_config``, which has ``tensors``; ``more`` fields."""
+def vision_sizes(
+    hf: Any, activation: str, make: Callable[[Any], torch.nn.Module], **more: Any
+) -> Vision:
+    """The tower of ``hf.vision_config``, which ``make`` makes; ``more`` fields."""
     vision = hf.vision_config
     refuse(vision, {"hidden_act": (activation,)})
     if vision.out_hidden_size != hf.text_config.hidden_size:
@@ -69,11 +64,13 @@ def vision_sizes(hf: Any, activation: str, tensors: tuple[Any, ...], **more: Any
             f" {vision.out_hidden_size}, but hidden_size is {hf.text_config.hidden_size}; correct"
             " the key"
         )
+    with torch.device("meta"):  # names and shapes alone
+        named = list(make(hf).named_parameters())
     return Vision(
-        tensors=tensors,
+        tensors=tuple((f"visual.{name}", tuple(each.shape)) for name, each in named),
         image_token=hf.image_token_id,
         merge=vision.spatial_merge_size,
-        patch_numbers=math.prod(patch_shape(vision)),
+        patch_numbers=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
         depth=vision.depth,
         hidden_size=vision.hidden_size,
         ffn_hidden_size=vision.intermediate_size,
@@ -81,39 +78,8 @@ def vision_sizes(hf: Any, activation: str, tensors: tuple[Any, ...], **more: Any
     )
 
 
-def patch_shape(vision: Any) -> tuple[int, int, int, int]:
-    """Channels, pictures, rows and columns of a patch."""
-    return (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-
-
-def linear(name: str, rows: int, columns: int) -> Tensors:
-    """Name and shape of a matrix and its bias."""
-    yield f"{name}.weight", (rows, columns)
-    yield f"{name}.bias", (rows,)
-
-
-def _tensors(vision: Any) -> Tensors:
-    """Name and shape of every parameter, in the order of the module."""
-    hidden = vision.hidden_size
-    ffn = vision.intermediate_size
-    merged = hidden * vision.spatial_merge_size**2
-    yield "visual.patch_embed.proj.weight", (hidden, *patch_shape(vision))
-    for number in range(vision.depth):
-        block = f"visual.blocks.{number}"
-        yield f"{block}.norm1.weight", (hidden,)
-        yield f"{block}.norm2.weight", (hidden,)
-        yield from linear(f"{block}.attn.qkv", 3 * hidden, hidden)
-        yield from linear(f"{block}.attn.proj", hidden, hidden)
-        yield from linear(f"{block}.mlp.gate_proj", ffn, hidden)
-        yield from linear(f"{block}.mlp.up_proj", ffn, hidden)
-        yield from linear(f"{block}.mlp.down_proj", hidden, ffn)
-    yield "visual.merger.ln_q.weight", (hidden,)
-    yield from linear("visual.merger.mlp.0", merged, merged)
-    yield from linear("visual.merger.mlp.2", vision.out_hidden_size, merged)
-
-
 def tower(hf: Any) -> torch.nn.Module:
-    # Importing it takes seconds, which planners need not wait for.
+    # Importing it takes seconds, which text models need not wait for.
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as theirs
 
     parts = (theirs.Qwen2_5_VisionTransformerPretrainedModel, theirs.Qwen2_5_VLVisionAttention)

@@ -45,12 +45,10 @@ class Batching:
 
     @property
     def data_rank(self) -> int:
-        """See protocols.BatchSharding."""
         return self.ranks.data_rank
 
     @property
     def owners(self) -> Sequence[int]:
-        """See protocols.BatchSharding."""
         return self.ranks.replica_roots
 
     def plan(self, sequences: Sequences, rows: Sequence[int]) -> Plan:
@@ -73,7 +71,6 @@ class Batching:
         return plan_microbatches(sequences.lengths.tolist(), rows, rule)
 
     def give(self, values: Tensor) -> None:
-        """See protocols.BatchSharding."""
         if self.ranks.replica_group is not None:
             dist.broadcast(values, self.owners[self.data_rank], group=self.ranks.replica_group)
 

@@ -1,15 +1,13 @@
-"""Which weights are trained, frozen, served and saved, and those that leave the policy."""
+"""Which weights are frozen, served and saved, and those that leave the policy."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.models import Architecture
-from megatron_rl.policy import optimizer
 from megatron_rl.policy.adapters import Adapter, adapters_by_weight
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.precision import plain
@@ -27,12 +25,11 @@ class WeightView:
     the weights are served, with their adapters merged.
 
     Attributes:
-        trainable: have gradients and an optimizer state.
         frozen: keep the values that were read.
         served: what engines and exports get, by the names of the HF model.
         saved: what a checkpoint holds.
         adapters: by the weight that they are added to.
-        gathered_bytes_sent: see protocols.WholeWeightSource.
+        gather: of what is served; ``gather_saved``: of what is saved.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class WeightView:
         vocab_rows: int,
     ) -> None:
         of_adapters = [item for item in held if item.parameter.is_adapter]
-        self.trainable = [item for item in held if item.tensor.requires_grad]
         self.frozen = [item for item in held if not item.tensor.requires_grad]
         self.served = [item for item in held if not item.parameter.is_adapter]
         self.saved = of_adapters or self.served
@@ -53,14 +49,10 @@ class WeightView:
             self.adapters |= adapters_by_weight(module)
         self._by_key = {item.key: item.tensor for item in self.served}
         self._merged: dict[str, Tensor] = {}  # the weight that was last asked for
-        self._gather = Gather(self.served, arch, ranks, vocab_rows)
-        self._gather_saved = self._gather
+        self.gather = Gather(self.served, arch, ranks, vocab_rows)
+        self.gather_saved = self.gather
         if of_adapters:
-            self._gather_saved = Gather(of_adapters, arch, ranks, vocab_rows)
-
-    @property
-    def gathered_bytes_sent(self) -> int:
-        return self._gather.bytes_sent
+            self.gather_saved = Gather(of_adapters, arch, ranks, vocab_rows)
 
     def forget(self) -> None:
         """What was merged is out of date."""
@@ -83,18 +75,12 @@ class WeightView:
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: what is served, by HF name, whole."""
-        yield from self._gather.run(self._value)
+        yield from self.gather.run(self._value)
 
     def gathered_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: the adapters, by HF name, whole; nothing without adapters."""
         if self.adapters:
-            yield from self._gather_saved.run()
-
-    def gathered_gradients(self, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-        """Collective: gradients of what is saved, by HF name, whole; zeros of a frozen tower."""
-        with platform():
-            optimizer.whole_gradients(chunks)
-        yield from self._gather_saved.run(optimizer.gradient)
+            yield from self.gather_saved.run()
 
     def base_digest(self) -> str | None:
         """Collective: of the weights without adapters, by HF name, the same in every layout; None
@@ -103,6 +89,6 @@ class WeightView:
             return None
         is_main = dist.get_rank() == 0
         with platform():
-            tensors = self._gather.run(plain)
+            tensors = self.gather.run(plain)
             digests = {name: tensor_digest(values) for name, values in tensors if is_main}
         return from_first_rank(partial(combined_digest, digests))

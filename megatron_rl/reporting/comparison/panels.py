@@ -38,7 +38,7 @@ _TOKENS = "tokens"
 _NATS = "nats"
 _CLIPPED = "share of tokens"
 _PROMPTS = "share of prompts"
-_FIXED = (
+PANELS = (
     Panel("eval/accuracy", "Held-out accuracy", _ACCURACY, HELD_OUT),
     Panel("reward/mean", "Reward, mean of the step", "reward", REWARD),
     Panel("reward/accuracy", "Accuracy in training", _ACCURACY, REWARD),
@@ -110,7 +110,7 @@ def panels_of(variants: Sequence[Variant]) -> list[Panel]:
     present = {key for row in trained for key, value in row.items() if value is not None}
     # Of an evaluation after the training only pass@k is drawn; all of it stands in a table.
     present |= {f"{PASS_AT}{k}" for k in pass_at_ks(later)}
-    panels = [panel for panel in _FIXED if panel.key in present]
+    panels = [panel for panel in PANELS if panel.key in present]
     for key in sorted(key for key in present if key.startswith(SOURCES)):
         title = f"Held-out accuracy: {key.removeprefix(SOURCES)}"
         panels.append(Panel(key, title, _ACCURACY, HELD_OUT))
@@ -118,15 +118,6 @@ def panels_of(variants: Sequence[Variant]) -> list[Panel]:
         panels.append(Panel(f"{PASS_AT}{k}", f"Held-out pass@{k}", _PROMPTS, PASS))
     panels = [panel for panel in panels if not _says_nothing(panel.key, rows)]
     return sorted(panels, key=lambda panel: HEADINGS.index(panel.heading))
-
-
-def unit_of(key: str) -> str | None:
-    """The label that the panel of a metric has on its y axis; None: no panel shows this one."""
-    if key.startswith(SOURCES):
-        return _ACCURACY
-    if key.startswith(PASS_AT):
-        return _PROMPTS
-    return {panel.key: panel.label for panel in _FIXED}.get(key)
 
 
 def some(ks: Sequence[int]) -> list[int]:

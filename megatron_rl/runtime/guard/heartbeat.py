@@ -16,7 +16,6 @@ time is counted in beats of this process, which is suspended as well.
 
 import contextlib
 import faulthandler
-import logging
 import os
 import signal
 import socket
@@ -35,8 +34,6 @@ from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.guard.failure import STATE, FailureMessage, Peer
 from megatron_rl.runtime.guard.first_failure import bounded, connect, note_failed_host, state_of
-
-logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 _STOPPED_S = 8.0  # a rank that is stopped for so long does not continue

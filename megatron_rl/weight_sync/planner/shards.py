@@ -85,15 +85,6 @@ def collect(shards: Iterable[Shard]) -> list[ShardGroup]:
     return [ShardGroup(tuple(names[common]), tuple(keys[common]), common) for common in names]
 
 
-def expand(groups: Iterable[ShardGroup]) -> list[Shard]:
-    """The single shards of groups that know their places."""
-    shards = []
-    for group in groups:
-        for name, key in zip(group.names, group.keys, strict=True):
-            shards.append(replace(group.shard, name=name, key=key))
-    return shards
-
-
 def subview(group: ShardGroup, index: int, region: Slice) -> View:
     """The view of ``region``, a part of the shard, in the parameter ``group.keys[index]``."""
     shard = group.shard

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from megatron_rl.checkpoints.megatron_format import NEMO_CONTEXT, check_nemo_model
 from tests.unit.small_models import DENSE
-from tools.nemo_context import TOKENIZER, Call, Name, write_context
+from tools.nemo_context import CONTEXT, TOKENIZER, Call, Name, check_model, write_context
 
 
 @pytest.mark.parametrize(
@@ -20,16 +19,16 @@ from tools.nemo_context import TOKENIZER, Call, Name, write_context
 def test_a_tokenizer_is_one_that_transformers_4_knows(tmp_path, settings, written):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     model = Call(Name("models", "Model"), {"tokenizer": Call(Name("tokenizers", "Auto"), {})})
-    write_context(tmp_path, tmp_path / NEMO_CONTEXT, model)
+    write_context(tmp_path, tmp_path / CONTEXT, model)
     assert (
-        json.loads((tmp_path / NEMO_CONTEXT / TOKENIZER / "tokenizer_config.json").read_text())
+        json.loads((tmp_path / CONTEXT / TOKENIZER / "tokenizer_config.json").read_text())
         == written
     )
 
 
 @pytest.mark.parametrize("content", ["", "config: [1,", "- a", "config: 3", "a: !!python/none"])
 def test_a_description_that_cannot_be_read_is_named(tmp_path, content):
-    (tmp_path / NEMO_CONTEXT).mkdir()
-    (tmp_path / NEMO_CONTEXT / "model.yaml").write_text(content)
+    (tmp_path / CONTEXT).mkdir()
+    (tmp_path / CONTEXT / "model.yaml").write_text(content)
     with pytest.raises(ValueError, match=r"context/model.yaml.* cannot be read"):
-        check_nemo_model(tmp_path, DENSE)
+        check_model(tmp_path, DENSE)

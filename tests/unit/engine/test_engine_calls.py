@@ -90,7 +90,7 @@ def record(monkeypatch):
         ("unlink_broadcast_buffer", lambda: None),
         ("expected_tensors", lambda path: {"a": (2,)}),
         ("eos_token_ids", lambda path: ()),
-        ("scoring", lambda: None),
+        ("answered_once", lambda **_: None),
         ("rotate_strided_parts", lambda: None),
     ):
         monkeypatch.setattr(engine_module, name, value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import resource
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,11 @@ from tests.unit.engine.test_engine_calls import config
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    def answer(name: str) -> str:
-        if name.replace("-", "_") not in versions:
-            raise PackageNotFoundError(name)
-        return versions[name.replace("-", "_")]
+    def answer(name: str) -> list[SimpleNamespace]:
+        number = versions.get(name.replace("-", "_"))
+        return [SimpleNamespace(name=name, version=number)] if number else []
 
-    monkeypatch.setattr(requirements, "version", answer)
+    monkeypatch.setattr(requirements, "distributions", answer)
 
 
 def test_the_version_is_the_one_installed_and_pinned():

@@ -18,7 +18,7 @@ from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.load import compose
 from megatron_rl.config.rules.layout_rules import model_problems
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
-from megatron_rl.models import FAMILIES, read_architecture
+from megatron_rl.models import read_architecture
 from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import hf_shapes, model_parameters, vision_parameters
 from megatron_rl.types import Shard
@@ -38,20 +38,17 @@ def test_a_published_model_has_the_tensors_of_transformers(
 ) -> None:
     """``parameters``: half of the bytes that the index of the published bfloat16 files sums up."""
     folder = write_config(tmp_path / size, size)
-    arch, hf = read_architecture(folder)
+    arch, _ = read_architecture(folder)
     assert num_parameters(arch, 1) == parameters
     sizes = [torch.Size(shape).numel() for _, shape in arch.vision.tensors]
     assert sum(sizes) == of_tower
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration(AutoConfig.from_pretrained(folder))
-        tower = FAMILIES[NAME].tower(hf)
     wanted = {published_name(name): tuple(t.shape) for name, t in model.named_parameters()}
     found = {}
     for parameter in model_parameters(arch):
         found.update(hf_shapes(parameter, arch))
     assert found == wanted
-    in_module = [(f"visual.{name}", tuple(t.shape)) for name, t in tower.named_parameters()]
-    assert in_module == list(arch.vision.tensors)
 
 
 def test_options_of_the_published_models(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.data.sequences import response_tokens, sequence_batch
+from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.rows.exchange import (
     Route,
@@ -24,6 +24,7 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.types import APPENDED, Completion, Prompt, Sampling, Score, VersionSpan
 from tests.engines import Answering
 from tests.unit.trainer.runs import WORLD, words
+from tools.replay.read_bundle import response_tokens
 
 NUM_PROMPTS, PER_PROMPT = 6, 4
 # Two numbers of 32 bits for a token, and a little for each response.

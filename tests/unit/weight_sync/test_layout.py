@@ -10,10 +10,11 @@ import pytest
 from megatron_rl.models import mixtral
 from megatron_rl.models.base import ATTENTION, DENSE_MLP, QKV_BIAS, Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.shards import ShardGroup, expand, subview
+from megatron_rl.weight_sync.planner.shards import ShardGroup, subview
 from megatron_rl.weight_sync.planner.slices import Slice
 from tests.unit.weight_sync.training_tables import TrainLayout, shape_from_hf, train_shards
 from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from tools.planning.shard_table import expand
 from tools.planning.training_shards import parse_training, training_shards
 
 # Two query groups of two heads of dimension 3: the fused matrix has rows q0 q1 k0 v0 | q2 q3 k1 v1,

@@ -19,7 +19,6 @@ from megatron_rl.weight_sync.planner.shards import (
     check_written_once,
     collect,
     count_tensors,
-    expand,
 )
 from tests.unit.weight_sync.slow_layouts import (
     UNWRITTEN,
@@ -31,6 +30,7 @@ from tests.unit.weight_sync.slow_layouts import (
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
 from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from tools.planning.plan_figures import peak_staging_bytes, streams
+from tools.planning.shard_table import expand
 
 LLAMA = ModelShape(
     layers=4, hidden=12, heads=8, kv_heads=2, head_dim=4, ffn=24, vocab=90, dtype="float32"
