@@ -123,7 +123,6 @@ class LayerTensor:
 
 def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
     """All parameters of the model, in its order."""
-    stored_names = {name: fused for fused, name in fused_norms(arch).items()}
     for parameter in model_parameters(arch):
         name = parameter.slot.megatron
         shape = local_shape(parameter, arch, vocab_rows, 1)
@@ -131,10 +130,12 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             yield LayerTensor(parameter, name, name, (), (), shape)
             continue
         layers, place, extent = "decoder.layers", (parameter.layer,), (arch.num_layers,)
-        if arch.num_dense_layers:
+        if arch.num_dense_layers or arch.linear:
             # megatron stacks layers in one array only where all are alike.
             layers, place, extent = f"{layers}.{parameter.layer}", (), ()
         if parameter.expert is None:
+            norms = fused_norms(arch, parameter.layer)
+            stored_names = {name: fused for fused, name in norms.items()}
             own = f"{layers}.{name}"
             fused = f"{layers}.{stored_names.get(name, name)}"
             both = name == _BEFORE_EXPERTS and arch.has_experts(parameter.layer)
