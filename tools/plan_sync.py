@@ -86,6 +86,10 @@ PRESETS = {
     # What is not here is in transformers: windows, YaRN, head size, experts per token.
     "gpt-oss-20b": _sizes(*GPT_OSS, 24, 2880, 2880, 64, 8, 201088, num_local_experts=32),
     "gpt-oss-120b": _sizes(*GPT_OSS, 36, 2880, 2880, 64, 8, 201088, num_local_experts=128),
+    "qwen3-next-80b": _sizes(
+        *("qwen3_next", "Qwen3NextForCausalLM", 48, 2048, 5120, 16, 2, 151936),
+        max_position_embeddings=262144,
+    ),
     "deepseek-v3": _sizes(
         *("deepseek_v3", "DeepseekV3ForCausalLM", 61, 7168, 18432, 128, 128, 129280),
         **deepseek_v3.ROUTER,

@@ -88,6 +88,11 @@ def engine_problems(
             f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
             " only; use a model with one of these, or a GPU"
         )
+    if on_cpu and sizes and sizes.linear_layers and rollout.dtype != "bfloat16":
+        yield (
+            f"rollout.dtype = {rollout.dtype}: without a GPU vLLM has linear attention in bfloat16"
+            " only; set rollout.dtype=bfloat16"
+        )
     width = sizes.expert_ffn_hidden_size if sizes else 0
     if on_cpu and width // rollout.tensor % 32:
         yield (
