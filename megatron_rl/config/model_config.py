@@ -64,7 +64,8 @@ class ModelSizes:
     ``head_dim`` need not be ``hidden_size / num_heads``. ``latent_dim`` is what an engine keeps of
     a token in each layer where keys and values of all heads come from one vector, 0 elsewhere.
     ``expert_ffn_hidden_size`` is the width of one expert, 0 without experts. ``linear_layers`` have
-    a state in the place of keys and values, of ``state_numbers`` a layer, cut by ``linear_heads``.
+    a state in the place of keys and values, of ``state_numbers`` a layer, cut by ``linear_heads``,
+    with keys and values of ``linear_dims``.
     """
 
     num_layers: int
@@ -80,6 +81,7 @@ class ModelSizes:
     linear_layers: int = 0
     linear_heads: int = 0
     state_numbers: int = 0
+    linear_dims: tuple[int, int] = (0, 0)
 
 
 def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
@@ -126,7 +128,7 @@ def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
     )
 
 
-def _linear_sizes(values: Mapping[str, Any], size: Callable[[str], int]) -> dict[str, int]:
+def _linear_sizes(values: Mapping[str, Any], size: Callable[[str], int]) -> dict[str, Any]:
     """Of a gated delta net: a state, and what its filter keeps of the last tokens."""
     heads = size("linear_num_key_heads")
     if not heads:
@@ -140,6 +142,7 @@ def _linear_sizes(values: Mapping[str, Any], size: Callable[[str], int]) -> dict
         linear_layers=types.count("linear_attention") if types else layers - layers // interval,
         linear_heads=heads,
         state_numbers=value_heads * key * value + (kernel - 1) * filtered,
+        linear_dims=(key, value),
     )
 
 
