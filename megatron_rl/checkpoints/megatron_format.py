@@ -53,6 +53,7 @@ _BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
 _STATEFUL = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
+    *(f"self_attention.{one}_proj" for one in ("in", "out")),
     *(f"self_attention.linear_{one}_proj" for one in ("q", "q_down", "q_up", "kv_down", "kv_up")),
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
@@ -117,8 +118,13 @@ class LayerTensor:
 
     def location(self, key: str, dtype: torch.dtype) -> ArrayLocation:
         """Its place in the array ``[layers, experts, ...]``: of one layer and expert, all."""
-        box = Box(self.place + (0,) * len(self.shape), (1,) * len(self.place) + self.shape)
-        return ArrayLocation(key, self.extent + self.shape, dtype, (box,))
+        whole, corner, boxes = self.extent + self.shape, (0,) * len(self.shape), []
+        for part in self.parameter.slot.parts:  # arrays of their own, one after the other
+            shape = (part.groups * part.rows, *self.shape[1:])
+            first = sum(math.prod(box.sizes) for box in boxes)
+            boxes.append(Box(corner, shape, first, f".{part.name}", shape))
+        box = Box(self.place + corner, (1,) * len(self.place) + self.shape)
+        return ArrayLocation(key, whole, dtype, tuple(boxes) or (box,))
 
 
 def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
@@ -239,14 +245,16 @@ class CheckpointReader:
         Raises:
             ValueError: there is none, or (unless ``any_rows``) one of another shape.
         """
+        box = item.location("", torch.float32).boxes[0]  # the first of several arrays
+        shape = box.array_shape or item.extent + item.shape
         for key in (self.prefix + item.key, self.prefix + item.other_key):
-            stored = self.metadata.state_dict_metadata.get(key)
+            stored = self.metadata.state_dict_metadata.get(key + box.suffix)
             if not isinstance(stored, TensorStorageMetadata):
                 continue
-            if tuple(stored.size) != item.extent + item.shape and not any_rows:
+            if tuple(stored.size) != shape and not any_rows:
                 raise ValueError(
                     f"{self.path}: {key} has shape {tuple(stored.size)}, but config.json means"
-                    f" {item.extent + item.shape}; give the config.json of this model"
+                    f" {shape}; give the config.json of this model"
                 )
             return key, stored
         raise ValueError(

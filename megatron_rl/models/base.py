@@ -26,8 +26,10 @@ Kind = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up", "parts"]
 
 class Part(NamedTuple):
     """``groups`` times ``rows`` rows of the slot's HF tensor number ``tensor``: the first begin at
-    ``first``, the next ``period`` rows later. Tensor ranks have whole groups."""
+    ``first``, the next ``period`` rows later. Tensor ranks have whole groups. ``name``: megatron's.
+    """
 
+    name: str
     tensor: int
     first: int
     rows: int

@@ -50,13 +50,17 @@ def delta_slots(linear: LinearAttention, hidden: int) -> tuple[Slot, ...]:
     value, all_keys = group * linear.value_dim, heads * key
     wide = 2 * (key + value)
     inputs = (
-        *(Part(0, first, rows, wide, heads) for first, rows in ((0, key), (key, key))),
-        *(Part(0, 2 * key + first, value, wide, heads) for first in (0, value)),
-        *(Part(1, first, group, 2 * group, heads) for first in (0, group)),
+        Part("query", 0, 0, key, wide, heads),
+        Part("key", 0, key, key, wide, heads),
+        Part("value", 0, 2 * key, value, wide, heads),
+        Part("z", 0, 2 * key + value, value, wide, heads),
+        Part("beta", 1, 0, group, 2 * group, heads),
+        Part("alpha", 1, group, group, 2 * group, heads),
     )
     filters = (
-        *(Part(0, first, key, key, heads) for first in (0, all_keys)),
-        Part(0, 2 * all_keys, value, value, heads),
+        Part("query", 0, 0, key, key, heads),
+        Part("key", 0, all_keys, key, key, heads),
+        Part("value", 0, 2 * all_keys, value, value, heads),
     )
     sizes = linear.value_heads
     return tuple(
