@@ -39,7 +39,7 @@ BALANCED = (
 NATS = {
     "moonlight": 3e-5,
     "quantized": 3e-5,
-    "qwen3_next": 0.2,  # bfloat16
+    "qwen3_next": 0.6,  # bfloat16, in which a token may visit other experts; see the mean
 }  # else 1e-5; one token of step 12 differs by 2e-5, means are below 1e-6
 
 
@@ -95,7 +95,7 @@ DELTA: dict[str, Any] = dict(
 LINEAR = (
     "rollout.dtype=bfloat16",
     "rollout.enable_prefix_caching=false",
-    "mismatch_limits.abort_above=0.2",
+    "mismatch_limits.abort_above=0.6",
     LONG,
 )
 PLAIN: dict[str, Any] = dict(q_lora_rank=None, n_group=1, topk_group=1)
@@ -209,5 +209,8 @@ def test_it_learns_what_its_engine_samples(
     steps: list[dict[str, Any]] = [row for row in rows(tmp_path / "run") if row["step"]]
     largest = max(row["mismatch/logprob_abs_diff_max"] for row in steps)
     print(f"largest |policy - engine| of {STEPS} steps: {largest:.1e}")
+    mean = max(row["mismatch/logprob_abs_diff_mean"] for row in steps)
+    print(f"largest mean of a step: {mean:.1e}")
+    assert mean <= (5e-3 if family == "qwen3_next" else 1e-5)
     assert len(steps) == STEPS and largest <= NATS.get(family, 1e-5)
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2

@@ -19,7 +19,7 @@ from megatron_rl.weight_sync.planner.slices import Slice
 from tools.planning.shard_table import ShardTable, divide
 
 FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama")
-FAMILIES += ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES += ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next")
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
