@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,7 +164,11 @@ ANNEAL = {
 
 
 # What vLLM's kernels for CPUs take.
-LINEAR = {"dtype": "bfloat16", "enable_prefix_caching": False}
+LINEAR: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False}
+
+
+def number_format(arch: str) -> str:
+    return LINEAR["dtype"] if arch == "qwen3_next" else "float32"
 
 
 def engine_config(arch: str = "", **changes: object) -> RolloutConfig:
