@@ -18,9 +18,9 @@ from megatron_rl.models import (
     qwen2,
     qwen3,
     qwen3_moe,
-    qwen3_next,
 )
 from megatron_rl.models.base import Architecture, Family, Slot
+from megatron_rl.models.hybrid import qwen3_next
 from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 
 FAMILIES = {

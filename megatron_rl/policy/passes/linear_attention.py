@@ -51,7 +51,9 @@ class DeltaNorm(RMSNorm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.is_centered = self.weight.sequence_parallel = False
+        self.is_centered = False
+        weight: Any = self.weight
+        weight.sequence_parallel = False
 
     def forward(self, x: Tensor) -> Tensor:
         weight = copy_to_tensor_model_parallel_region(self.weight)
