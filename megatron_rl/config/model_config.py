@@ -83,6 +83,10 @@ class ModelSizes:
     state_numbers: int = 0
     linear_dims: tuple[int, int] = (0, 0)
 
+    @property
+    def attention_layers(self) -> int:
+        return self.num_layers - self.linear_layers
+
 
 def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
     """The sizes in ``values``, the keys of a config.json or the fields of a transformers

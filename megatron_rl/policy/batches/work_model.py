@@ -46,15 +46,14 @@ class WorkModel:
         tokens.
         """
         parameters = arch.vocab_size * arch.hidden_size
-        num_linear = sum(map(arch.is_linear, range(arch.num_layers)))
         if arch.linear is not None:
-            parameters += num_linear * arch.linear.products
+            parameters += arch.linear_layers * arch.linear.products
         for layer in range(arch.num_layers):
             parameters += _matrix_parameters(arch, layer_parameters(arch, layer))
             if arch.has_experts(layer):
                 of_expert = _matrix_parameters(arch, expert_parameters(arch, layer, 0))
                 parameters += arch.experts_per_token * of_expert
-        return cls(parameters // ((arch.num_layers - num_linear) * arch.num_heads * arch.head_dim))
+        return cls(parameters // (arch.attention_layers * arch.num_heads * arch.head_dim))
 
     def work(self, tokens: Integers, context: Integers | int = 0) -> Integers:
         """Work of ``tokens`` tokens that follow ``context`` others, without that of the context."""
