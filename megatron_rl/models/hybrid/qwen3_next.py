@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_rl.models.base import (
     ATTENTION,
-    QK_NORM,
     Architecture,
     Family,
+    Kind,
     LinearAttention,
     Part,
     Slot,
@@ -18,28 +18,9 @@ from megatron_rl.models.base import (
     refusal,
     refuse,
 )
-from megatron_rl.models.qwen3_moe import EXPERT, ROUTER
+from megatron_rl.models.qwen3_moe import OPTIONS, ROUTER, experts, shared_expert
 
 KINDS = ("linear_attention", "full_attention")
-SHARED_EXPERT = tuple(
-    Slot(
-        f"mlp.shared_experts.{slot.megatron}",
-        slot.kind,
-        tuple(f"mlp.shared_expert.{name}" for name in slot.hf),
-    )
-    for slot in EXPERT
-)
-
-
-def linear_attention(hf: Any) -> LinearAttention:
-    return LinearAttention(
-        layers=tuple(each == "linear_attention" for each in hf.layer_types),
-        key_heads=hf.linear_num_key_heads,
-        value_heads=hf.linear_num_value_heads,
-        key_dim=hf.linear_key_head_dim,
-        value_dim=hf.linear_value_head_dim,
-        kernel=hf.linear_conv_kernel_dim,
-    )
 
 
 def delta_slots(linear: LinearAttention, hidden: int) -> tuple[Slot, ...]:
@@ -62,67 +43,52 @@ def delta_slots(linear: LinearAttention, hidden: int) -> tuple[Slot, ...]:
         Part("key", 0, all_keys, key, key, heads),
         Part("value", 0, 2 * all_keys, value, value, heads),
     )
-    sizes = linear.value_heads
-    return tuple(
-        Slot(f"self_attention.{megatron}", kind, tuple(f"linear_attn.{x}" for x in hf), shape, cut)
-        for megatron, kind, hf, shape, cut in (
-            (
-                "in_proj.weight",
-                "parts",
-                ("in_proj_qkvz.weight", "in_proj_ba.weight"),
-                (heads * wide + 2 * sizes, hidden),
-                inputs,
-            ),
-            (
-                "conv1d.weight",
-                "parts",
-                ("conv1d.weight",),
-                (linear.filtered, 1, linear.kernel),
-                filters,
-            ),
-            ("dt_bias", "rows", ("dt_bias",), (sizes,), ()),
-            ("A_log", "rows", ("A_log",), (sizes,), ()),
-            ("out_norm.weight", "whole", ("norm.weight",), (linear.value_dim,), ()),
-            ("out_proj.weight", "columns", ("out_proj.weight",), (hidden, heads * value), ()),
-        )
+
+    def slot(name: str, kind: Kind, shape: tuple[int, ...], *hf: str, parts: Any = ()) -> Slot:
+        names = tuple(f"linear_attn.{one}" for one in hf or (name,))
+        return Slot(f"self_attention.{name}", kind, names, shape, parts)
+
+    matrices = ("in_proj_qkvz.weight", "in_proj_ba.weight")
+    return (
+        slot(
+            "in_proj.weight", "parts", (heads * (wide + 2 * group), hidden), *matrices, parts=inputs
+        ),
+        slot("conv1d.weight", "parts", (linear.filtered, 1, linear.kernel), parts=filters),
+        slot("dt_bias", "rows", (linear.value_heads,)),
+        slot("A_log", "rows", (linear.value_heads,)),
+        slot("out_norm.weight", "whole", (linear.value_dim,), "norm.weight"),
+        slot("out_proj.weight", "columns", (hidden, heads * value)),
     )
 
 
 def read(hf: Any) -> Architecture:
-    refuse(
-        hf,
-        {
-            "attention_bias": (False,),
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([], None),
-            "norm_topk_prob": (True,),
-        },
-    )
+    refuse(hf, OPTIONS)
     for each in hf.layer_types:
         if each not in KINDS:
             raise ValueError(refusal(hf, "layer_types", hf.layer_types, KINDS))
-    linear = linear_attention(hf)
-    gate = Slot(
-        "mlp.shared_experts.gate_weight",
-        "whole",
-        ("mlp.shared_expert_gate.weight",),
-        (1, hf.hidden_size),
+    linear = LinearAttention(
+        layers=tuple(each == "linear_attention" for each in hf.layer_types),
+        key_heads=hf.linear_num_key_heads,
+        value_heads=hf.linear_num_value_heads,
+        key_dim=hf.linear_key_head_dim,
+        value_dim=hf.linear_value_head_dim,
+        kernel=hf.linear_conv_kernel_dim,
     )
-    experts = (*ROUTER, *SHARED_EXPERT, gate)
+    name, shape = "mlp.shared_expert_gate.weight", (1, hf.hidden_size)
+    gate = Slot("mlp.shared_experts.gate_weight", "whole", (name,), shape)
+    both = (*shared_expert("mlp.shared_expert"), gate)
     return common(
         hf,
-        layer_slots=ATTENTION + QK_NORM + experts,
-        linear_slots=(ATTENTION[0], *delta_slots(linear, hf.hidden_size), ATTENTION[3], *experts),
+        **experts(hf, both),
+        linear_slots=(
+            *(ATTENTION[0], *delta_slots(linear, hf.hidden_size), ATTENTION[3]),
+            *(*ROUTER, *both),
+        ),
         linear=linear,
         qk_norm=True,
         centered_norms=True,
         gated_outputs=True,
         rotary_share=hf.rope_parameters["partial_rotary_factor"],
-        num_experts=hf.num_experts,
-        experts_per_token=hf.num_experts_per_tok,
-        expert_ffn_hidden_size=hf.moe_intermediate_size,
-        expert_slots=EXPERT,
-        expert_prefix="mlp.experts",
         shared_ffn_hidden_size=hf.shared_expert_intermediate_size,
     )
 
