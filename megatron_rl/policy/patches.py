@@ -96,6 +96,17 @@ PATCHES = (
         lambda: True,
         _rotary,
     ),
+    *(
+        Patch(
+            module,
+            name,
+            "the gated delta net takes its kernels from flash-linear-attention, and is refused"
+            " without it; torch's operations stand in",
+            lambda: not HAS_KERNELS,
+            value,
+        )
+        for module, name, value in STAND_INS
+    ),
     Patch(
         megatron_random,
         "_get_cuda_rng_state",
@@ -111,17 +122,6 @@ PATCHES = (
         " forever",
         _without_cuda,
         _set_cpu_rng_state,
-    ),
-    *(
-        Patch(
-            module,
-            name,
-            "the gated delta net takes its kernels from flash-linear-attention, and is refused"
-            " without it; torch's operations stand in",
-            lambda: not HAS_KERNELS,
-            value,
-        )
-        for module, name, value in STAND_INS
     ),
 )
 
