@@ -91,6 +91,7 @@ CLASSES = {
     "glm4_moe": "Glm4Moe",
     "gemma3": "Gemma3",
     "gpt_oss": "GptOss",
+    "qwen3_next": "Qwen3Next",
     "deepseek_v3": "DeepseekV3",
     "moonlight": "DeepseekV3",
     "qwen2_5_vl": "Qwen2_5_VL",
@@ -144,6 +145,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-5,
         rope_parameters=YARN2 | dict(truncate=False),
         tie_word_embeddings=False,
+    ),
+    "qwen3_next": dict(
+        vocab_size=128,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        shared_expert_intermediate_size=56,
+        tie_word_embeddings=False,
+        **EXPERTS,
     ),
     "deepseek_v3": LATENT,
     "moonlight": LATENT
@@ -249,13 +262,16 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.dim() == 1:
                 is_norm = "norm" in name or "ln_q" in name
-                center = 1.0 if is_norm and family != "gemma3" else 0.0
+                centered = family in ("gemma3", "qwen3_next") and "linear_attn" not in name
+                center = 1.0 if is_norm and not centered else 0.0
                 parameter.copy_(noise * 0.1 + center)
-            elif "visual" in name:
+            elif "visual" in name or "conv1d" in name:
                 # Features that carry their image.
                 parameter.copy_(noise / parameter[0].numel() ** 0.5)
             else:
-                parameter.copy_(noise * 0.05)
+                # Small states would make gradients of a delta net's norm large, and inexact.
+                is_large = family == "qwen3_next" and "embed" in name
+                parameter.copy_(noise * (0.4 if is_large else 0.05))
     return model
 
 

@@ -28,6 +28,7 @@ BACKEND = {
 _STATEFUL = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
+    *(f"self_attention.{one}_proj" for one in ("in", "out")),
     *(f"self_attention.linear_{one}_proj" for one in ("q", "q_down", "q_up", "kv_down", "kv_up")),
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.checks import check
-from megatron_rl.config.rules.engine_checks import token_bytes
+from megatron_rl.config.rules.engine_checks import state_bytes, token_bytes
 from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Method
@@ -193,16 +193,18 @@ def engines_of(
     config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray, engine: EngineMemory
 ) -> Engines:
     """Ranks of a replica read their share of weights and cache at the same time, stages one after
-    the other. As many sequences run as the cache holds of the mean length."""
+    the other. As many sequences run as the cache holds of the mean length. A state of linear
+    attention counts as the tokens whose keys and values take its bytes."""
     rollout = config.rollout
     of_token = token_bytes(rollout, arch)
+    of_prompt = rollout.max_prompt_tokens + state_bytes(rollout, arch) // of_token
     step = least_decode_step(
         rollout.pipeline * engine.engine_weights,
         rollout.pipeline * of_token,
         cluster.memory_gb_s,
-        rollout.max_prompt_tokens,
+        of_prompt,
     )
-    mean_tokens = rollout.max_prompt_tokens + float(lengths.mean())
+    mean_tokens = of_prompt + float(lengths.mean())
     slots = max(1, int(engine.kv_cache / (of_token * mean_tokens)))
     slots = min(slots, max_sequences(rollout, cluster.gpu_gib))
     gpus = cluster.size
@@ -232,7 +234,7 @@ def train_seconds(
     those behind masked images where there are such."""
     model = WorkModel.of(arch)
     tokens = lengths.reshape(-1) + config.rollout.max_prompt_tokens
-    of_token = 2 * model.crossover_tokens * arch.num_layers * arch.num_heads * arch.head_dim
+    of_token = 2 * model.crossover_tokens * arch.attention_layers * arch.num_heads * arch.head_dim
     forward = float(model.work(tokens).sum()) * of_token
     # A backward pass multiplies twice as much as a forward pass.
     passes = passes_of_step(config, backward=2)

@@ -86,6 +86,20 @@ PRESETS = {
     # What is not here is in transformers: windows, YaRN, head size, experts per token.
     "gpt-oss-20b": _sizes(*GPT_OSS, 24, 2880, 2880, 64, 8, 201088, num_local_experts=32),
     "gpt-oss-120b": _sizes(*GPT_OSS, 36, 2880, 2880, 64, 8, 201088, num_local_experts=128),
+    "qwen3-next-80b": _sizes(
+        *("qwen3_next", "Qwen3NextForCausalLM", 48, 2048, 5120, 16, 2, 151936),
+        head_dim=256,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        max_position_embeddings=262144,
+    ),
     "deepseek-v3": _sizes(
         *("deepseek_v3", "DeepseekV3ForCausalLM", 61, 7168, 18432, 128, 128, 129280),
         **deepseek_v3.ROUTER,
@@ -163,6 +177,7 @@ def report(arguments: argparse.Namespace) -> dict[str, float]:
     sources = training_side(arch, train)
     targets = rollout_side(arch, rollout, train.dtype)
     settings = PlanSettings(
+        cast=True,  # as in a run
         bucket_bytes=arguments.bucket_mib << 20,
         rounds_in_flight=arguments.rounds_in_flight,
         gpus_per_node=arguments.gpus_per_node,

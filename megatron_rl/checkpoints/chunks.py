@@ -23,12 +23,15 @@ class Box:
     """A rectangle of an array: where it begins, and its sizes.
 
     ``first``: number of its first element in the rank's own tensor, flattened. The elements of the
-    box follow one another there.
+    box follow one another there. ``suffix``: of the key, where the tensor is several arrays, and
+    ``array_shape`` of that one.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     first: int = 0
+    suffix: str = ""
+    array_shape: tuple[int, ...] | None = None
 
 
 class Chunk(NamedTuple):
@@ -60,8 +63,10 @@ class ArrayLocation:
 
     def chunks(self, start: int, end: int) -> Iterator[tuple[Chunk, Range]]:
         """The elements ``[start, end)`` of the flattened tensor as chunks, each with its range."""
+        dtype = format_name(self.dtype)
         for box in self.boxes:
             size = math.prod(box.sizes)
+            shape = self.array_shape if box.array_shape is None else box.array_shape
             # The part of the range in this box, from its first element on; none where low >= high.
             low = max(start - box.first, 0)
             high = min(end - box.first, size)
@@ -70,7 +75,7 @@ class ArrayLocation:
                 pairs = zip(box.offsets, offsets, strict=True)
                 at = tuple(corner + offset for corner, offset in pairs)
                 first = box.first + begin
-                chunk = Chunk(self.key, self.array_shape, format_name(self.dtype), at, sizes)
+                chunk = Chunk(self.key + box.suffix, shape, dtype, at, sizes)
                 yield chunk, (first, first + math.prod(sizes))
 
     def whole_rows(self, start: int, count: int) -> int:

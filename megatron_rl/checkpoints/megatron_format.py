@@ -59,13 +59,17 @@ class LayerTensor:
 
     def location(self, key: str, dtype: torch.dtype) -> ArrayLocation:
         """Its place in the array ``[layers, experts, ...]``: of one layer and expert, all."""
-        box = Box(self.place + (0,) * len(self.shape), (1,) * len(self.place) + self.shape)
-        return ArrayLocation(key, self.extent + self.shape, dtype, (box,))
+        whole, corner, boxes = self.extent + self.shape, (0,) * len(self.shape), []
+        for part in self.parameter.slot.parts:  # arrays of their own, one after the other
+            shape = (part.groups * part.rows, *self.shape[1:])
+            first = sum(math.prod(box.sizes) for box in boxes)
+            boxes.append(Box(corner, shape, first, f".{part.name}", shape))
+        box = Box(self.place + corner, (1,) * len(self.place) + self.shape)
+        return ArrayLocation(key, whole, dtype, tuple(boxes) or (box,))
 
 
 def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
     """All parameters of the model, in its order."""
-    stored_names = {name: fused for fused, name in fused_norms(arch).items()}
     for parameter in model_parameters(arch):
         name = parameter.slot.megatron
         shape = local_shape(parameter, arch, vocab_rows, 1)
@@ -73,10 +77,12 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             yield LayerTensor(parameter, name, name, (), (), shape)
             continue
         layers, place, extent = "decoder.layers", (parameter.layer,), (arch.num_layers,)
-        if arch.num_dense_layers:
+        if arch.num_dense_layers or arch.linear:
             # megatron stacks layers in one array only where all are alike.
             layers, place, extent = f"{layers}.{parameter.layer}", (), ()
         if parameter.expert is None:
+            norms = fused_norms(arch, parameter.layer)
+            stored_names = {name: fused for fused, name in norms.items()}
             own = f"{layers}.{name}"
             fused = f"{layers}.{stored_names.get(name, name)}"
             both = name == BEFORE_EXPERTS and arch.has_experts(parameter.layer)
@@ -136,14 +142,16 @@ class CheckpointReader:
         Raises:
             ValueError: there is none, or (unless ``any_rows``) one of another shape.
         """
+        box = item.location("", torch.float32).boxes[0]  # the first of several arrays
+        shape = box.array_shape or item.extent + item.shape
         for key in (self.prefix + item.key, self.prefix + item.other_key):
-            stored = self.metadata.state_dict_metadata.get(key)
+            stored = self.metadata.state_dict_metadata.get(key + box.suffix)
             if not isinstance(stored, TensorStorageMetadata):
                 continue
-            if tuple(stored.size) != item.extent + item.shape and not any_rows:
+            if tuple(stored.size) != shape and not any_rows:
                 raise ValueError(
                     f"{self.path}: {key} has shape {tuple(stored.size)}, but config.json means"
-                    f" {item.extent + item.shape}; give the config.json of this model"
+                    f" {shape}; give the config.json of this model"
                 )
             return key, stored
         raise ValueError(

@@ -48,7 +48,7 @@ class PartReader:
         for chunk, (low, high) in place.chunks(start, start + values.numel()):
             # A view: what is read goes into the tensor itself.
             target = values[low - start : high - start].view(tuple(chunk.sizes))
-            self._wanted[place.key].append((chunk, target, place.may_differ))
+            self._wanted[chunk.key].append((chunk, target, place.may_differ))
 
     def want_object(self, key: str) -> None:
         """The object ``key``, to be found in ``objects``."""

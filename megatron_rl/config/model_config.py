@@ -2,7 +2,7 @@
 formats that a configuration names. Without torch."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,13 @@ DENSE_SIZES = (
     "qk_rope_head_dim",
     "intermediate_size",
     "vocab_size",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "layer_types",
+    "full_attention_interval",
 )
 _WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
 
@@ -56,7 +63,9 @@ class ModelSizes:
 
     ``head_dim`` need not be ``hidden_size / num_heads``. ``latent_dim`` is what an engine keeps of
     a token in each layer where keys and values of all heads come from one vector, 0 elsewhere.
-    ``expert_ffn_hidden_size`` is the width of one expert, 0 without experts.
+    ``expert_ffn_hidden_size`` is the width of one expert, 0 without experts. ``linear_layers`` have
+    a state in the place of keys and values, of ``state_numbers`` a layer, cut by ``linear_heads``,
+    with keys and values of ``linear_dims``.
     """
 
     num_layers: int
@@ -69,6 +78,14 @@ class ModelSizes:
     latent_dim: int = 0
     num_experts: int = 0
     expert_ffn_hidden_size: int = 0
+    linear_layers: int = 0
+    linear_heads: int = 0
+    state_numbers: int = 0
+    linear_dims: tuple[int, int] = (0, 0)
+
+    @property
+    def attention_layers(self) -> int:
+        return self.num_layers - self.linear_layers
 
 
 def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
@@ -111,13 +128,33 @@ def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
         latent_dim=latent_dim,
         num_experts=num_experts,
         expert_ffn_hidden_size=expert_ffn,
+        **_linear_sizes(values, size),
+    )
+
+
+def _linear_sizes(values: Mapping[str, Any], size: Callable[[str], int]) -> dict[str, Any]:
+    """Of a gated delta net: a state, and what its filter keeps of the last tokens."""
+    heads = size("linear_num_key_heads")
+    if not heads:
+        return {}
+    key, value = (size(f"linear_{x}_head_dim") for x in ("key", "value"))
+    value_heads, kernel = size("linear_num_value_heads"), size("linear_conv_kernel_dim")
+    layers, interval = size("num_hidden_layers"), size("full_attention_interval") or 4
+    types = values.get("layer_types")
+    filtered = 2 * heads * key + value_heads * value
+    return dict(
+        linear_layers=types.count("linear_attention") if types else layers - layers // interval,
+        linear_heads=heads,
+        state_numbers=value_heads * key * value + (kernel - 1) * filtered,
+        linear_dims=(key, value),
     )
 
 
 def unread_layers(num_layers: int, more: int) -> tuple[str, ...]:
-    """How the names of tensors begin in the ``more`` layers behind the last of ``num_layers``:
-    they predict further tokens, and nothing here reads them."""
-    return tuple(f"model.layers.{layer}." for layer in range(num_layers, num_layers + more))
+    """How the names of tensors begin in the ``more`` layers behind the last of ``num_layers``, and
+    in those of Qwen3-Next: they predict further tokens, and nothing here reads them."""
+    layers = range(num_layers, num_layers + more)
+    return ("mtp.", *(f"model.layers.{layer}." for layer in layers))
 
 
 def refuse_pointer(file: Path) -> None:

@@ -20,6 +20,7 @@ from megatron_rl.models import (
     qwen3_moe,
 )
 from megatron_rl.models.base import Architecture, Family, Slot
+from megatron_rl.models.hybrid import qwen3_next
 from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 
 FAMILIES = {
@@ -36,6 +37,7 @@ FAMILIES = {
         qwen2_5_vl,
         qwen3,
         qwen3_moe,
+        qwen3_next,
         qwen3_vl,
         qwen3_vl_moe,
     )

@@ -81,6 +81,7 @@ def adapter_problems(
         (arch.num_dense_layers, "a model whose first layers are dense"),
         (arch.latent, "latent attention"),
         (arch.biased, "GPT-OSS"),
+        (arch.linear, "linear attention"),
     ):
         if there:
             problems.append(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_rl.config.model_config import DENSE_SIZES, ModelSizes, model_sizes
 from megatron_rl.config.rules.layout_rules import stage_layers
@@ -20,8 +20,21 @@ if TYPE_CHECKING:
 # How the HF tensors of a slot are laid out in the Megatron parameter, and along which axis that is
 # cut over tensor-parallel ranks: whole (not cut), rows and columns (one tensor, cut along axis 0 /
 # 1), vocab (rows, padded), qkv (heads interleaved by query group, rows), gate_up (each rank holds
-# its gate rows, then its up rows).
-Kind = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up"]
+# its gate rows, then its up rows), parts (each rank holds its share of every ``Slot.parts``, rows).
+Kind = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up", "parts"]
+
+
+class Part(NamedTuple):
+    """``groups`` times ``rows`` rows of the slot's HF tensor number ``tensor``: the first begin at
+    ``first``, the next ``period`` rows later. Tensor ranks have whole groups. ``name``: megatron's.
+    """
+
+    name: str
+    tensor: int
+    first: int
+    rows: int
+    period: int
+    groups: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Slot:
     kind: Kind
     hf: tuple[str, ...]
     shape: tuple[int, ...] = ()  # whole; empty where the kind and the model's sizes say it
+    parts: tuple[Part, ...] = ()
 
 
 ATTENTION = (
@@ -98,6 +112,35 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearAttention:
+    """The gated delta net of some layers: a state for each value head, a matrix of ``key_dim`` by
+    ``value_dim``, in the place of keys and values of all tokens. Source: arXiv:2412.06464.
+
+    ``layers``: which have it. A key head serves as many value heads each. Queries, keys and values
+    go through a causal filter over ``kernel`` tokens.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def filtered(self) -> int:
+        """Numbers of a token's queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def products(self) -> int:
+        """Multiplications of a token with its state and with its chunk of 64 tokens: three of the
+        state's size, and for each of those tokens 2.5 of a key's and 1.5 of a value's."""
+        of_chunk = 64 * (5 * self.key_dim + 3 * self.value_dim) // 2
+        return self.value_heads * (3 * self.key_dim * self.value_dim + of_chunk)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture(ModelSizes):
     """A decoder-only transformer with RMSNorm, rotary positions and a gated feed-forward part.
 
@@ -117,6 +160,9 @@ class Architecture(ModelSizes):
         router_scale: of the weights of experts.
         router_groups: how many groups experts are in, and how many of them a token may visit.
         latent: None: queries, keys and values are products of the hidden state.
+        linear: None: all layers have attention; else ``linear_slots`` are those of the others.
+        gated_outputs: of attention, by rows of the query's matrix (each head's behind its query),
+            and of the shared expert.
         rotary_share: of a head that is rotated.
         attention_factor: of queries and of keys, by YaRN.
         local_rope_theta: base of the angles in the layers of ``windowed``; None: ``rope_theta``.
@@ -157,6 +203,9 @@ class Architecture(ModelSizes):
     router_scale: float = 1.0
     router_groups: tuple[int, int] = (1, 1)
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    linear_slots: tuple[Slot, ...] = ()
+    gated_outputs: bool = False
     rotary_share: float = 1.0
     attention_factor: float = 1.0
     local_rope_theta: float | None = None
@@ -175,8 +224,15 @@ class Architecture(ModelSizes):
     tower_prefix: str = ""
     adapter_slots: tuple[Slot, ...] = ()
 
+    def is_linear(self, layer: int) -> bool:
+        return self.linear is not None and self.linear.layers[layer]
+
     def has_experts(self, layer: int) -> bool:
         return bool(self.num_experts) and layer >= self.num_dense_layers
+
+    def kind(self, layer: int) -> tuple[bool, bool]:
+        """Whether it has experts, and linear attention: layers of one kind are alike."""
+        return self.has_experts(layer), self.is_linear(layer)
 
 
 @dataclass(frozen=True)
@@ -199,10 +255,10 @@ def refuse(hf: Any, allowed: Mapping[str, tuple[Any, ...]]) -> None:
     """
     for option, values in allowed.items():
         if hasattr(hf, option) and getattr(hf, option) not in values:
-            raise ValueError(_refusal(hf, option, getattr(hf, option), values))
+            raise ValueError(refusal(hf, option, getattr(hf, option), values))
 
 
-def _refusal(hf: Any, option: str, value: Any, allowed: Sequence[Any]) -> str:
+def refusal(hf: Any, option: str, value: Any, allowed: Sequence[Any]) -> str:
     return (
         f"config.json of {hf.model_type}: {option} is {value!r}, which the policy does not"
         f" implement; only {' or '.join(map(repr, allowed))} is supported, give another model"
@@ -220,6 +276,7 @@ def family_problems(
         (arch.vision, "vision-language models"),
         (arch.biased, "GPT-OSS"),
         (arch.output_norms, "Gemma 3"),
+        (arch.linear, "linear attention"),
     ):
         if there and precision.fp8 is not None:
             problems.append(
@@ -281,7 +338,7 @@ def common(hf: Any, **more: Any) -> Architecture:
         ),
     ):
         if value not in allowed:
-            raise ValueError(_refusal(hf, what, value, allowed))
+            raise ValueError(refusal(hf, what, value, allowed))
     if rope["rope_type"] == "yarn" and "latent" not in more:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -297,7 +354,8 @@ def common(hf: Any, **more: Any) -> Architecture:
         "tied_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "max_positions": hf.max_position_embeddings,
     }
-    return Architecture(**(sizes | fields | windows(hf) | more))
+    own = {} if "linear" in more else windows(hf)
+    return Architecture(**(sizes | fields | own | more))
 
 
 def windows(hf: Any) -> dict[str, Any]:
@@ -309,7 +367,7 @@ def windows(hf: Any) -> dict[str, Any]:
     for each in types:
         if each not in ("full_attention", "sliding_attention"):
             raise ValueError(
-                _refusal(hf, "layer_types", types, ("full_attention", "sliding_attention"))
+                refusal(hf, "layer_types", types, ("full_attention", "sliding_attention"))
             )
     some = 0 < getattr(hf, "max_window_layers", 0) < hf.num_hidden_layers  # Qwen2 and Qwen3
     if some and (len(set(types)) > 1 or hf.use_sliding_window):

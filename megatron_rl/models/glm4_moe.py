@@ -17,20 +17,13 @@ from megatron_rl.models.base import (
     common,
     refuse,
 )
-from megatron_rl.models.qwen3_moe import EXPERT, ROUTER
+from megatron_rl.models.qwen3_moe import EXPERT, ROUTER, shared_expert
 
 BIASED_ROUTER = (
     *ROUTER,
     Slot("mlp.router.expert_bias", "whole", ("mlp.gate.e_score_correction_bias",)),
 )
-SHARED_EXPERT = tuple(
-    Slot(
-        f"mlp.shared_experts.{slot.megatron}",
-        slot.kind,
-        tuple(f"mlp.shared_experts.{name}" for name in slot.hf),
-    )
-    for slot in EXPERT
-)
+SHARED_EXPERT = shared_expert("mlp.shared_experts")
 
 
 def with_shared_expert(hf: Any, attention: tuple[Slot, ...], **more: Any) -> Architecture:

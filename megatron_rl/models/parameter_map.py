@@ -8,7 +8,7 @@ the rank's interval.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 
 from torch import Tensor
 
@@ -29,6 +29,10 @@ FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+LINEAR_FUSED_NORMS = {
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 LATENT_FUSED_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
@@ -36,8 +40,10 @@ LATENT_FUSED_NORMS = {
 }
 
 
-def fused_norms(arch: Architecture) -> dict[str, str]:
-    """Of the layers of ``arch``: name inside the linear layer -> own name."""
+def fused_norms(arch: Architecture, layer: int) -> dict[str, str]:
+    """Of a layer of ``arch``: name inside the linear layer -> own name."""
+    if arch.is_linear(layer):
+        return LINEAR_FUSED_NORMS
     return FUSED_NORMS if arch.latent is None else LATENT_FUSED_NORMS
 
 
@@ -76,6 +82,8 @@ def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """Parameters of one layer without its experts, in the order of the architecture."""
     prefix = f"{arch.text_prefix}layers.{layer}."
     slots = arch.dense_slots if layer < arch.num_dense_layers else arch.layer_slots
+    if arch.is_linear(layer):
+        slots = arch.linear_slots
     return [_parameter(slot, prefix, layer) for slot in slots]
 
 
@@ -151,7 +159,7 @@ def axis_sizes(
     kind = parameter.slot.kind
     megatron = parameter.slot.megatron
     if parameter.slot.shape:
-        axis = {"whole": -1, "rows": 0, "columns": 1}[kind]
+        axis = {"whole": -1, "rows": 0, "parts": 0, "columns": 1}[kind]
         others = list(parameter.slot.shape)
         return others.pop(max(axis, 0)), tuple(others), axis
     hidden = arch.hidden_size
@@ -162,7 +170,7 @@ def axis_sizes(
     if kind == "vocab":
         return vocab_rows, (hidden,), 0
     if kind == "qkv":
-        rows = query_rows + 2 * arch.num_kv_heads * arch.head_dim
+        rows = (1 + arch.gated_outputs) * query_rows + 2 * arch.num_kv_heads * arch.head_dim
         return rows, () if megatron.endswith("bias") else (hidden,), 0
     if kind == "gate_up":
         return 2 * ffn, (hidden,), 0
@@ -201,9 +209,13 @@ def _stack(
     dim = arch.head_dim
     if kind == "qkv":
         # Megatron keeps each query group together, so that a cut between groups is a cut of heads.
-        queries = arch.num_heads // arch.num_kv_heads * dim
+        heads = arch.num_heads // arch.num_kv_heads
         for group in range(arch.num_kv_heads):
-            yield names[0], group * queries, queries
+            if arch.gated_outputs:  # queries of the group, then their gates
+                for at, head in product(range(2), range(heads)):
+                    yield names[0], (2 * (group * heads + head) + at) * dim, dim
+            else:
+                yield names[0], group * heads * dim, heads * dim
             yield names[1], group * dim, dim
             yield names[2], group * dim, dim
     elif kind == "gate_up":
@@ -213,6 +225,11 @@ def _stack(
         for rank in range(size):
             yield names[0], rank * rows, rows
             yield names[-1], rank * rows + (half if len(names) == 1 else 0), rows
+    elif kind == "parts":
+        for rank, part in product(range(size), parameter.slot.parts):
+            groups = part.groups // size
+            for group in range(rank * groups, (rank + 1) * groups):
+                yield names[part.tensor], part.first + group * part.period, part.rows
     elif kind == "vocab":
         yield names[0], 0, arch.vocab_size
     else:

@@ -1,10 +1,12 @@
 """Parameter counts of a rank over the parameter map: exact, and without a tensor."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
-from megatron_rl.config.rules.layout_rules import longest_engine_stage, stage_layers
+from megatron_rl.config.rules.layout_rules import engine_stages, stage_layers
 from megatron_rl.config.schema import ParallelConfig, RolloutConfig
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
@@ -54,7 +56,7 @@ def is_cut_by_engine(parameter: Parameter) -> bool:
 
 def is_layer_matrix(parameter: Parameter) -> bool:
     """Whether FP8 is for it: not embedding, head, norms, biases and routers."""
-    kinds = ("qkv", "gate_up", "columns")
+    kinds = ("qkv", "gate_up", "columns")  # FP8 is refused with linear attention
     return parameter.slot.kind in kinds and not parameter.slot.megatron.endswith("bias")
 
 
@@ -71,17 +73,15 @@ def stage_counts(
     before, after = outer_parameters(arch)
     embedding = count(before)
     adapters = adapter_parameters(arch, 0)
-    # The last layer has experts where the model has; the first one may have none.
-    last_and_first = (arch.num_layers - 1, 0)
-    layer, dense_layer = (count(layer_parameters(arch, n) + adapters) for n in last_and_first)
+    of_kind = {arch.kind(layer): layer for layer in range(arch.num_layers)}
+    sizes = {kind: count(layer_parameters(arch, n) + adapters) for kind, n in of_kind.items()}
     expert = count(expert_parameters(arch, 0, 0), parallel.expert_tensor)
     counts = []
-    dense_layers = dense_of_stages(arch, parallel)
-    for stage, layers in enumerate(stage_layers(arch, parallel)):
+    for stage, layers in enumerate(layers_of_stages(arch, parallel)):
         is_first = stage == 0
         is_last = stage == parallel.pipeline - 1
-        with_experts = layers - dense_layers[stage]
-        dense = with_experts * layer + dense_layers[stage] * dense_layer
+        with_experts = sum(map(arch.has_experts, layers))
+        dense = sum(sizes[arch.kind(layer)] for layer in layers)
         if is_first:
             dense += count(vision_parameters(arch)) + embedding
         if is_last:
@@ -92,20 +92,17 @@ def stage_counts(
     return counts
 
 
-def dense_of_stages(arch: Architecture, parallel: ParallelConfig) -> list[int]:
-    """How many of the ``num_dense_layers`` each pipeline stage has.
+def layers_of_stages(arch: Architecture, parallel: ParallelConfig) -> list[list[int]]:
+    """Numbers of the layers of each pipeline stage.
 
-    Example: 3 of 16 layers, on two stages of two chunks each (0 to 3 and 8 to 11, the others), are
-    3 and 0; 5 are 4 and 1.
+    Example: of 8 layers the first of two stages with two chunks each has 0, 1, 4 and 5.
     """
     chunks = parallel.virtual_pipeline or 1
-    left = arch.num_dense_layers
-    found = [0] * parallel.pipeline
+    found: list[list[int]] = [[] for _ in range(parallel.pipeline)]
+    numbers = iter(range(arch.num_layers))
     for _ in range(chunks):
-        for stage, layers in enumerate(stage_layers(arch, parallel)):
-            here = min(left, layers // chunks)
-            found[stage] += here
-            left -= here
+        for stage, layers in zip(found, stage_layers(arch, parallel), strict=True):
+            stage += islice(numbers, layers // chunks)
     return found
 
 
@@ -131,14 +128,14 @@ def engine_parameters(
         # The map gives the tower whole: of what the engine cuts a rank has its share.
         ranks = tensor if is_cut_by_engine(parameter) else 1
         yield parameter, math.ceil(numbers(parameter, tensor) / ranks), 1
-    layers = longest_engine_stage(arch.num_layers, rollout.pipeline)
-    # Of several stages the longest one may be without them.
-    dense_layers = arch.num_dense_layers if rollout.pipeline == 1 else 0
-    for layer, copies in ((0, dense_layers), (arch.num_layers - 1, layers - dense_layers)):
-        for parameter in layer_parameters(arch, layer) if copies else ():
-            yield parameter, numbers(parameter, tensor), copies
+    stages = engine_stages(arch.num_layers, rollout.pipeline)
+    longest = max(stages, key=lambda stage: (len(stage), stage.start))
+    copies_of = Counter(map(arch.kind, longest))
+    for kind, layer in {arch.kind(layer): layer for layer in longest}.items():
+        for parameter in layer_parameters(arch, layer):
+            yield parameter, numbers(parameter, tensor), copies_of[kind]
     copies, cuts = arch.num_experts, tensor
     if rollout.expert_parallel:
         copies, cuts = math.ceil(arch.num_experts / tensor), 1
     for parameter in expert_parameters(arch, 0, 0):
-        yield parameter, copies * numbers(parameter, cuts), layers - dense_layers
+        yield parameter, copies * numbers(parameter, cuts), sum(map(arch.has_experts, longest))

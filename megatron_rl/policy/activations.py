@@ -3,7 +3,7 @@
 from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.models import Architecture
-from megatron_rl.models.base import Vision
+from megatron_rl.models.base import LinearAttention, Vision
 
 FLOAT32_BYTES = ITEM_BYTES["float32"]
 
@@ -56,6 +56,7 @@ def layer_activations(
     if parallel.recompute == "selective" and fused:
         norms -= arch.hidden_size * element / shared
     query_widths = 2 if fused else 3
+    query_widths += 2 * arch.gated_outputs  # the gate, and what it multiplies
     heads = query_widths * arch.num_heads + 2 * arch.num_kv_heads
     attention = heads * arch.head_dim / tensor
     if not fused:
@@ -63,8 +64,27 @@ def layer_activations(
     if arch.latent is not None:
         latents = arch.latent_dim + (arch.latent.query_rank or 0)
         attention += 2 * latents / shared
+    if arch.linear is not None:  # the mean of a layer
+        share = arch.linear_layers / arch.num_layers
+        attention += share * (linear_activations(arch.linear, fused) / tensor - attention)
     feed_forward = feed_forward_activations(arch, parallel, fused)
     return int(tokens * (norms + element * (attention + feed_forward)))
+
+
+def linear_activations(linear: LinearAttention, fused: bool) -> int:
+    """Numbers that a gated delta net keeps of a token between its two matrices.
+
+    Fused: what goes into the filter and comes out, queries and keys after their norm and once for
+    every value head, gates, the rule's result before and after its norm, and its product with the
+    gate. Torch's stand-ins keep, in float32, each chunk's arrays and its products of tokens with
+    tokens: factors as counted over saved tensors.
+    """
+    keys = linear.key_heads * linear.key_dim
+    if fused:
+        wide = 2 * linear.key_dim + 4 * linear.value_dim
+        return 2 * linear.filtered + 2 * keys + linear.value_heads * wide
+    wide = 11 * linear.key_dim + 14 * linear.value_dim + 5 * 64
+    return 12 * keys + linear.value_heads * wide
 
 
 def feed_forward_activations(arch: Architecture, parallel: ParallelConfig, fused: bool) -> float:

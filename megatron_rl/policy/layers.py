@@ -25,6 +25,7 @@ from megatron_rl.policy.passes.attention import (
 )
 from megatron_rl.policy.passes.biased_experts import set_experts
 from megatron_rl.policy.passes.latent_attention import LatentSelfAttention, WholeLinear
+from megatron_rl.policy.passes.linear_attention import set_delta_net
 
 
 def block_spec(
@@ -34,8 +35,9 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     specs = {}
-    for kind in {arch.has_experts(layer) for layer in range(arch.num_layers)}:
-        experts = arch.num_experts if kind else None
+    kinds = list(map(arch.kind, range(arch.num_layers)))
+    for has_experts, is_linear in set(kinds):
+        experts = arch.num_experts if has_experts else None
         layer, norm = layer_spec(config, experts, adapted=bool(arch.adapter_slots))
         if arch.output_norms:
             add = ModuleSpec(NormedAdd, params={"norm": norm, "config": config})
@@ -44,8 +46,10 @@ def block_spec(
             set_experts(layer)
         if arch.local_rope_theta is not None:
             layer.submodules.self_attention.module = TwoBasesAttention
-        specs[kind] = layer
-    layers = [specs[arch.has_experts(layer)] for layer in range(first, first + count)]
+        if is_linear:
+            set_delta_net(layer)
+        specs[has_experts, is_linear] = layer
+    layers = [specs[kind] for kind in kinds[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 

@@ -169,8 +169,9 @@ class MegatronPolicy:
         if self.arch.vision is not None:
             has_tower = self.ranks.pipeline_rank == 0
             vision = VisionBatcher(self.arch.vision, self.settings.image_processor, has_tower)
-        # Transformer Engine's attention and context parallelism want every sequence whole.
+        # Transformer Engine's attention, context parallelism, states want every sequence whole.
         can_share = self.ranks.context == 1 and this_machine().transformer_engine is None
+        can_share = can_share and self.arch.linear is None
         rank_tokens = token_multiple(self.precision)
         packer = Packer(
             multiples(parallel.context, parallel.tensor, parallel.sequence, rank_tokens),
@@ -192,7 +193,7 @@ class MegatronPolicy:
     def _log_choices(self) -> None:
         if dist.get_rank() != 0:
             return
-        sharing = "for every response (batch.share_prompts, context parallel or Transformer Engine)"
+        sharing = "for every response (batch.share_prompts, layout, layers or Transformer Engine)"
         if self.batching.packer.share:
             sharing = "once for all its responses"
         numbers = describe(self.precision, this_machine())

@@ -24,6 +24,7 @@ from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.layers import block_spec
 from megatron_rl.policy.passes.biased_experts import bias_fields
 from megatron_rl.policy.passes.latent_attention import set_packed_angles
+from megatron_rl.policy.passes.linear_attention import linear_fields
 from megatron_rl.policy.passes.vision import add_tower, embed, set_image_angles, set_tower_angles
 from megatron_rl.policy.precision import model_fields
 
@@ -153,6 +154,7 @@ def expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any
         moe_router_pre_softmax=False,
         moe_router_dtype="fp32",
         moe_shared_expert_intermediate_size=arch.shared_ffn_hidden_size or None,
+        moe_shared_expert_gate=arch.gated_outputs,
     )
     if arch.num_dense_layers:
         # A list: with it the layers of a checkpoint have keys of their own.
@@ -197,6 +199,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
+        attention_output_gate=arch.gated_outputs,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
@@ -226,6 +229,8 @@ def transformer_config(
     )
     if arch.num_experts:
         fields |= expert_fields(arch, parallel) | (bias_fields() if arch.biased else {})
+    if arch.linear is not None:
+        fields |= linear_fields(arch.linear)
     if arch.windowed:
         fields |= window_fields(arch, parallel)
     if arch.attention_factor != 1.0 or arch.query_scalar is not None:

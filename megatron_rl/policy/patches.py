@@ -13,6 +13,7 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.passes.latent_attention import WholeLinear
+from megatron_rl.policy.passes.linear_attention import HAS_KERNELS, STAND_INS
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,17 @@ PATCHES = (
         " boundaries of the sequences one by one, for query and key of each layer",
         lambda: True,
         _rotary,
+    ),
+    *(
+        Patch(
+            module,
+            name,
+            "the gated delta net takes its kernels from flash-linear-attention, and is refused"
+            " without it; torch's operations stand in",
+            lambda: not HAS_KERNELS,
+            value,
+        )
+        for module, name, value in STAND_INS
     ),
     Patch(
         megatron_random,

@@ -38,16 +38,16 @@ def engine_of(arch: str, tensor: int, **more: int) -> VllmEngine:
     path = path_of(arch, START)
     # engines of one process share rotary tables; a failed update leaves them without data
     _ROPE_DICT.clear()
-    config = small.engine_config(tensor=tensor, **more)
+    config = small.engine_config(arch, tensor=tensor, **more)
     return VllmEngine(str(path), config, seed=0, launch_id=WORLD.launch_id)
 
 
 def policy_of(
-    arch: str, layout: dict, seed: int = OTHER, params: str = "float32"
+    arch: str, layout: dict, seed: int = OTHER, params: str | None = None
 ) -> MegatronPolicy:
     has_experts = any(key.endswith("_experts") for key in small.FAMILIES[arch])
     more = {"sequence": True} if "tensor" in layout and has_experts else {}
-    return build_policy(path_of(arch, seed), layout | more, params)
+    return build_policy(path_of(arch, seed), layout | more, params or small.number_format(arch))
 
 
 class Loaded:
@@ -99,5 +99,7 @@ def answers(engine: VllmEngine) -> tuple:
     )
 
 
-def planned(policy: WeightSource, engine: VllmEngine) -> ReshardSync:
-    return ReshardSync(policy, engine, TransferOptions(bucket_mib=1), gpus_per_node=WORLD.size)
+def planned(policy: WeightSource, engine: VllmEngine, cast: bool = False) -> ReshardSync:
+    return ReshardSync(
+        policy, engine, TransferOptions(bucket_mib=1, cast=cast), gpus_per_node=WORLD.size
+    )

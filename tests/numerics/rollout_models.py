@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,6 +108,19 @@ FAMILIES = {
         "rope_parameters": YARN2 | {"truncate": False},
         "tie_word_embeddings": False,
     },
+    "qwen3_next": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "layer_types": ["linear_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    },
     "mixtral": {
         "head_dim": 32,
         "num_local_experts": 4,
@@ -125,7 +139,8 @@ def build(arch: str, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.normal_(0.0 if arch == "gemma3" else 1.0, 0.1)
+                centered = arch in ("gemma3", "qwen3_next") and "linear_attn" not in name
+                parameter.normal_(0.0 if centered else 1.0, 0.1)
             else:
                 parameter.normal_(0.0, 0.12)
     return model.float().eval()
@@ -148,7 +163,20 @@ ANNEAL = {
 }
 
 
-def engine_config(**changes: object) -> RolloutConfig:
+# What vLLM's kernels for CPUs take.
+LINEAR: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False}
+
+
+def number_format(arch: str) -> str:
+    return LINEAR["dtype"] if arch == "qwen3_next" else "float32"
+
+
+def engine_config(arch: str = "", **changes: object) -> RolloutConfig:
+    values = (LINEAR if arch == "qwen3_next" else {}) | changes
+    return _engine_config(**values)
+
+
+def _engine_config(**changes: object) -> RolloutConfig:
     values = {
         "tensor": 1,
         "pipeline": 1,

@@ -44,6 +44,8 @@ CASES = {
         Case("first_dense_bf16", {"expert": 2}, "bfloat16", model="glm4_moe"),
         Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
         Case("sinks", {"tensor": 2, "sequence": True, "expert": 2}, model="gpt_oss"),
+        Case("delta", {"tensor": 2, "sequence": True, "expert": 2}, model="qwen3_next"),
+        Case("delta_bf16", {"context": 2, **SHARDED}, "bfloat16", model="qwen3_next"),
         Case("sinks_bf16", {"expert": 2, **SHARDED}, "bfloat16", model="gpt_oss"),
         Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
         Case("windows_bf16", {"pipeline": 2}, "bfloat16", model="gemma3"),
@@ -80,6 +82,7 @@ RESHAPES = [
     ("first_dense", Case("pp2", {"pipeline": 2, **SHARDED}, model="glm4_moe")),
     ("latent", Case("pp2", {"pipeline": 2}, model="deepseek_v3")),
     ("sinks", Case("pp2", {"pipeline": 2}, model="gpt_oss")),
+    ("delta", Case("pp2", {"pipeline": 2}, model="qwen3_next")),
     ("windows", Case("pp2", {"pipeline": 2}, model="gemma3")),
 ]
 

@@ -19,7 +19,16 @@ from tests.numerics.small_policy import SHARDED, Case, build
 from tests.ranks import call, on_ranks
 from tools.convert_checkpoint import main, to_hf, to_megatron
 
-NAMES = ("llama", "qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gemma3", "gpt_oss")
+NAMES = (
+    "llama",
+    "qwen2_tied",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "gemma3",
+    "gpt_oss",
+    "qwen3_next",
+)
 # Layouts into which the weights of a converted checkpoint are read.
 CASES = [
     Case("tp2", {"tensor": 2}),
@@ -30,6 +39,7 @@ CASES = [
     Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
     Case("windows", {"pipeline": 2}, model="gemma3"),
     Case("sinks", {"tensor": 2, "sequence": True}, model="gpt_oss"),
+    Case("delta", {"tensor": 2, "sequence": True}, model="qwen3_next"),
 ]
 # Layouts that write a checkpoint of their own.
 TRAINED = [
@@ -39,6 +49,7 @@ TRAINED = [
     Case("latent", {"pipeline": 2}, model="deepseek_v3"),
     Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
     Case("sinks", {"expert": 2}, model="gpt_oss"),
+    Case("delta", {"pipeline": 2}, model="qwen3_next"),
 ]
 
 

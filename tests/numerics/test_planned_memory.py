@@ -34,6 +34,7 @@ CASES = [
     Case("first_dense", {"pipeline": 2}, "bfloat16", model="glm4_moe"),
     Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
     Case("sinks", {"tensor": 2, "sequence": True, "expert": 2}, "bfloat16", model="gpt_oss"),
+    Case("delta", {"tensor": 2, "sequence": True, "expert": 2}, "bfloat16", model="qwen3_next"),
     Case("latent", {"tensor": 2, "sequence": True, **SHARDED}, model="deepseek_v3"),
 ]
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from megatron_rl.config.rules.layout_rules import engine_stages
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.models.base import Architecture, LatentAttention
+from megatron_rl.models.base import Architecture, LatentAttention, LinearAttention
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
 from tools.planning.shard_table import ShardTable, divide
 
 FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama")
-FAMILIES += ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES += ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next")
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
@@ -58,6 +59,7 @@ class ModelShape:
     biased: bool = False  # biases, sinks and experts of GPT-OSS
     router_bias: bool = False  # as GLM-4.5: no gate before the shared expert then
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None  # of Qwen3-Next: gated attention and shared expert then
     dense_layers: tuple[int, ...] = ()  # with an ordinary feed-forward, where others have experts
     expert_names: Literal["qwen", "mixtral"] = "qwen"
     dtype: str = "bfloat16"
@@ -90,6 +92,7 @@ class ModelShape:
             biased=arch.biased,
             router_bias=arch.sigmoid_router,
             latent=arch.latent,
+            linear=arch.linear,
             dense_layers=tuple(range(arch.num_dense_layers)),
             expert_names="mixtral" if mixtral else "qwen",
             dtype=dtype,
@@ -98,6 +101,10 @@ class ModelShape:
     def sparse(self, layer: int) -> bool:
         """Whether the layer has experts."""
         return self.experts > 0 and layer not in self.dense_layers
+
+    def kind(self, layer: int) -> tuple[bool, bool]:
+        """Whether it has experts, and linear attention."""
+        return self.sparse(layer), self.linear is not None and self.linear.layers[layer]
 
 
 @dataclass(frozen=True)
@@ -162,12 +169,16 @@ def rollout_shards(model: ModelShape, layout: RolloutLayout, rank: int) -> list[
         if not model.tied:
             worker.vocabulary("lm_head.weight")
         worker.same_name("model.norm", (model.hidden,))
-    for sparse in (False, True):
-        worker.layers([layer for layer in worker.stage if model.sparse(layer) == sparse])
-        if model.latent is None:
+    for sparse, is_linear in product((False, True), repeat=2):
+        kind = (sparse, is_linear)
+        worker.layers([layer for layer in worker.stage if model.kind(layer) == kind])
+        if is_linear and model.linear is not None:
+            worker.linear_attention(model.linear)
+        elif model.latent is None:
             worker.attention()
         else:
             worker.latent_attention(model.latent)
+        worker.norms()
         if sparse:
             worker.experts()
         else:
@@ -224,9 +235,8 @@ class _Worker:
             ("k", model.kv_heads, first_kv_head, kv_heads),
             ("v", model.kv_heads, first_kv_head, kv_heads),
         ):
-            full = all_heads * model.head_dim
-            start = first * model.head_dim
-            size = count * model.head_dim
+            dim = model.head_dim * (2 if letter == "q" and model.linear else 1)  # and its gate
+            full, start, size = all_heads * dim, first * dim, count * dim
             name = f"self_attn.{letter}_proj"
             key = "self_attn.qkv_proj"
             matrix = (full, model.hidden)
@@ -242,6 +252,30 @@ class _Worker:
         if model.qk_norm:
             self.same_name("self_attn.q_norm", (model.head_dim,))
             self.same_name("self_attn.k_norm", (model.head_dim,))
+
+    def linear_attention(self, linear: LinearAttention) -> None:
+        """Rows by key head, as HF has them, but of the filter: queries, keys, values."""
+        hidden, tp, here = self.model.hidden, self.layout.tp, self.tp_rank
+        divide("key heads of linear attention", linear.key_heads, "rollout tp", tp)
+        keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+        heads = linear.value_heads
+        for name, full in (
+            ("in_proj_qkvz.weight", (2 * keys + 2 * values, hidden)),
+            ("in_proj_ba.weight", (2 * heads, hidden)),
+            ("dt_bias", (heads,)),
+        ):
+            name, rows = f"linear_attn.{name}", full[0] // tp
+            self.table.rows(name, full, here * rows, rows, name)
+        name, rows = "linear_attn.A_log", heads // tp
+        replace(self.table, dtype="float32").rows(name, (heads,), here * rows, rows, name)
+        name, first = "linear_attn.conv1d.weight", 0
+        for size in (keys, keys, values):
+            full, part = (linear.filtered, 1, linear.kernel), size // tp
+            self.table.rows(name, full, first + here * part, part, name, first // tp)
+            first += size
+        self.same_name("linear_attn.norm", (linear.value_dim,))
+        name, part = "linear_attn.out_proj.weight", values // tp
+        self.table.columns(name, (hidden, values), here * part, part, name)
 
     def latent_attention(self, latent: LatentAttention) -> None:
         model = self.model
@@ -266,11 +300,13 @@ class _Worker:
         self._output(heads, latent.value_dim)
 
     def _output(self, heads: int, value_dim: int) -> None:
-        """The matrix behind attention, and the norms of the layer."""
         model, width = self.model, heads * value_dim
         name = "self_attn.o_proj.weight"
         full = (model.hidden, model.heads * value_dim)
         self.table.columns(name, full, self.tp_rank * width, width, name)
+
+    def norms(self) -> None:
+        model = self.model
         self.same_name("input_layernorm", (model.hidden,))
         self.same_name("post_attention_layernorm", (model.hidden,))
         for place in ("pre", "post") if model.output_norms else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -57,9 +58,9 @@ class ShardTable:
         if len(full) == 1:  # of a vector: numbers
             self._add(name, key, full, Slice((first,), (count,)), at, (1,))
             return
-        width = full[1]
-        region = Slice((first, 0), (count, width))
-        self._add(name, key, full, region, at * width, (width, 1))
+        region = Slice((first, *(0 for _ in full[1:])), (count, *full[1:]))
+        stride = tuple(math.prod(full[axis + 1 :]) for axis in range(len(full)))
+        self._add(name, key, full, region, at * stride[0], stride)
 
     def columns(
         self, name: str, full: tuple[int, int], first: int, count: int, key: str, at: int = 0

@@ -179,11 +179,10 @@ class _Held:
             self._add(parameter, parameter.slot.megatron, "", ("",), (f"{chunk}:",))
 
     def layers(self, chunk: int, layers: range) -> None:
-        """Those of a chunk: first the ones without experts, then the others."""
-        has = self.arch.has_experts
-        for kind in (False, True):
-            if chosen := [layer for layer in layers if has(layer) == kind]:
-                self._alike(chunk, layers.start, chosen)
+        """Those of a chunk, kind after kind: first the ones without experts."""
+        kind = self.arch.kind
+        for each in sorted(set(map(kind, layers))):
+            self._alike(chunk, layers.start, [layer for layer in layers if kind(layer) == each])
 
     def _alike(self, chunk: int, start: int, layers: Sequence[int]) -> None:
         """Layers of a chunk, whose first one is ``start``, that have the same tensors."""

@@ -147,6 +147,7 @@ def least_cache_bytes(
     Formula: (ceil(tokens / block) + 1) * block * 2 * layers * kv_heads * head_dim * bytes, with the
     layers of the longest stage, the heads of one rank and the bytes of a number; with latent
     attention its dimension, on every rank, in place of 2 * kv_heads * head_dim.
+    Layers with linear attention have a state in place of that, which is added once, in float32.
     Example: 1024 tokens, 28 layers, 4 heads of 128 on two ranks, bfloat16, blocks of 16:
     65 * 16 * 2 * 28 * 2 * 128 * 2 bytes = 28.4 MiB.
     """
@@ -155,7 +156,7 @@ def least_cache_bytes(
         return None
     tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
     num_blocks = math.ceil(tokens / block_tokens) + 1
-    return num_blocks * block_tokens * token_bytes(rollout, sizes)
+    return num_blocks * block_tokens * token_bytes(rollout, sizes) + state_bytes(rollout, sizes)
 
 
 def token_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
@@ -163,5 +164,13 @@ def token_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
     # Where ranks outnumber the key-value heads, several hold the same head.
     heads_of_rank = max(1, sizes.num_kv_heads // rollout.tensor)
     layers = longest_engine_stage(sizes.num_layers, rollout.pipeline)
+    layers -= layers * sizes.linear_layers // max(sizes.num_layers, 1)
     numbers = sizes.latent_dim or 2 * heads_of_rank * sizes.head_dim
     return layers * numbers * ITEM_BYTES[rollout.dtype]
+
+
+def state_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
+    """Of one sequence on one rank, of the longest stage: what layers with linear attention keep of
+    it, however long it is."""
+    layers = longest_engine_stage(sizes.linear_layers, rollout.pipeline)
+    return layers * sizes.state_numbers * ITEM_BYTES["float32"] // rollout.tensor

@@ -23,6 +23,7 @@ _CAPABILITY = {
 # Widths of an attention head for which vLLM has CPU kernels; it fails only at the first request.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _CPU_LATENT_DIM = 576
+_CPU_LINEAR_DIMS = ((64, 64), (128, 128))  # key and value
 _OTHER_RECIPE = "choose precision=fp8_tensorwise or precision=bf16"
 
 
@@ -88,6 +89,24 @@ def engine_problems(
             f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
             " only; use a model with one of these, or a GPU"
         )
+    if on_cpu and sizes and sizes.linear_layers:
+        if rollout.dtype != "bfloat16":
+            yield (
+                f"rollout.dtype = {rollout.dtype}: without a GPU vLLM has linear attention in"
+                " bfloat16 only; set rollout.dtype=bfloat16"
+            )
+        if rollout.enable_prefix_caching:
+            yield (
+                "rollout.enable_prefix_caching = True: vLLM keeps states of linear attention where"
+                " prompts may be cut, which they are not without a GPU; set it to false"
+            )
+        if sizes.linear_dims not in _CPU_LINEAR_DIMS:
+            key, value = sizes.linear_dims
+            yield (
+                f"model.path: linear_key_head_dim = {key}, linear_value_head_dim = {value}: without"
+                " a GPU vLLM has linear attention for 64 of both or 128 of both; use a model with"
+                " these, or a GPU"
+            )
     width = sizes.expert_ffn_hidden_size if sizes else 0
     if on_cpu and width // rollout.tensor % 32:
         yield (

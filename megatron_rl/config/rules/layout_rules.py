@@ -63,6 +63,11 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 def model_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]:
     """The rules that depend on the model."""
     yield from _attention_problems("parallel", parallel.tensor, sizes)
+    # What has heads is cut by them over tensor ranks, and by tokens or heads over context ranks.
+    if heads := sizes.linear_heads:
+        ranks = parallel.tensor * parallel.context
+        key = "parallel.tensor * parallel.context"
+        yield from undivided(key, ranks, heads, "key heads of linear attention")
     if sizes.num_experts:
         yield from _expert_problems(sizes, parallel)
     else:
@@ -106,6 +111,12 @@ def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]
         layers = sizes.num_layers
         yield f"rollout.pipeline = {rollout.pipeline}: the model has {layers} layers; lower it"
     # One key has one remedy: a divisor of the heads comes first.
+    if not of_heads and sizes.linear_heads:
+        heads = sizes.linear_heads
+        of_heads += undivided(
+            "rollout.tensor", rollout.tensor, heads, "key heads of linear attention"
+        )
+        yield from of_heads
     if not of_heads:
         yield from undivided("rollout.tensor", rollout.tensor, width, "feed-forward rows")
 

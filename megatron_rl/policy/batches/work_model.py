@@ -41,16 +41,19 @@ class WorkModel:
         A token takes two operations for each parameter in the matrices that it passes through
         (output layer included, inactive experts not), and causal attention over n tokens
         ``2 * num_layers * attention_width * n**2``, the width being query heads x head dimension.
+        A layer with linear attention has ``LinearAttention.products`` in the place of that.
         Example: Qwen2.5-7B (7.07e9 parameters, 28 layers, width 3584) has a crossover at 70,454
         tokens.
         """
         parameters = arch.vocab_size * arch.hidden_size
+        if arch.linear is not None:
+            parameters += arch.linear_layers * arch.linear.products
         for layer in range(arch.num_layers):
             parameters += _matrix_parameters(arch, layer_parameters(arch, layer))
             if arch.has_experts(layer):
                 of_expert = _matrix_parameters(arch, expert_parameters(arch, layer, 0))
                 parameters += arch.experts_per_token * of_expert
-        return cls(parameters // (arch.num_layers * arch.num_heads * arch.head_dim))
+        return cls(parameters // (arch.attention_layers * arch.num_heads * arch.head_dim))
 
     def work(self, tokens: Integers, context: Integers | int = 0) -> Integers:
         """Work of ``tokens`` tokens that follow ``context`` others, without that of the context."""

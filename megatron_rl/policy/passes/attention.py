@@ -68,12 +68,16 @@ class RMSNorm(torch.nn.RMSNorm):
         self.is_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + self.weight.float() if self.is_centered else self.weight
+        return self.normed(x, self.weight)
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``forward`` with this weight."""
+        weight = 1 + weight.float() if self.is_centered else weight
         if not x.is_cuda and x.dtype == torch.float32:
             return _RootMeanSquareNorm.apply(x, weight, self.eps)
         if self.is_centered:  # products in float32, too
             return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
-        return super().forward(x)  # a fused kernel; sums in float32
+        return F.rms_norm(x, weight.shape, weight, self.eps)  # a fused kernel; sums in float32
 
 
 class NormedAdd(torch.nn.Module):

@@ -165,17 +165,19 @@ def _location(name: Name, shard: Shard) -> ArrayLocation:
         first = _first(piece, len(pieces))
         # megatron leaves the axes in front (layers, experts) out of the local shape.
         sizes = ((1,) * piece.prepend_axis_num) + tuple(piece.local_shape)
-        boxes.append(Box(tuple(piece.global_offset), sizes, first))
+        suffix = piece.key.removeprefix(shard.key)  # of the parts of a gated delta net's matrix
+        array = tuple(piece.global_shape)
+        boxes.append(Box(tuple(piece.global_offset), sizes, first, suffix, array))
         in_order &= first == end
         end += torch.Size(sizes).numel()
-    one_array = len({(piece.key, tuple(piece.global_shape)) for piece in pieces}) == 1
+    one_array = all(piece.key.startswith(shard.key) for piece in pieces)
     contiguous = len(pieces) == 1 or all(piece.data.is_contiguous() for piece in pieces)
     assert one_array and in_order and end == shard.data.numel() and contiguous, (
         f"megatron cuts {name} into {pieces}, which are no rows of it one after the other"
     )
     may_differ = any(piece.allow_shape_mismatch for piece in pieces)
     shape = tuple(pieces[0].global_shape)
-    return ArrayLocation(pieces[0].key, shape, shard.data.dtype, tuple(boxes), may_differ)
+    return ArrayLocation(shard.key, shape, shard.data.dtype, tuple(boxes), may_differ)
 
 
 def _first(piece: ShardedTensor, count: int) -> int:

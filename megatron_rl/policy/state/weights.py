@@ -134,7 +134,7 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
         slot_name = in_expert["name"]
     else:
         candidates = layer_parameters(arch, layer) + adapter_parameters(arch, layer)
-        slot_name = fused_norms(arch).get(rest, rest)
+        slot_name = fused_norms(arch, layer).get(rest, rest)
     matches = [parameter for parameter in candidates if parameter.slot.megatron == slot_name]
     assert len(matches) == 1, f"no HF tensor is known for parameter {name}"
     return matches[0]

@@ -25,7 +25,7 @@ FAMILIES_FOLDER = Path(families.__file__).parent
 
 def config(kind: str, **more: Any) -> Any:
     name = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3"}
-    name = (name | {"GptOss": "gpt_oss"}).get(kind, kind.lower())
+    name = (name | {"GptOss": "gpt_oss", "Qwen3Next": "qwen3_next"}).get(kind, kind.lower())
     of_text = "Gemma3Text" if kind == "Gemma3" else kind
     return getattr(transformers, f"{of_text}Config")(**(SMALL | TINY[name] | more))
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.models import Architecture, read_architecture
-from megatron_rl.planning.parameter_counts import dense_of_stages, stage_counts
+from megatron_rl.planning.parameter_counts import layers_of_stages, stage_counts
 from tests import zoo
 from tests.numerics.policy_cases import parallel
 from tools.plan_sync import architecture
@@ -39,10 +39,13 @@ def test_parameters_of_the_published_model() -> None:
 def test_stages_know_their_dense_layers(glm: tuple[Path, Architecture]) -> None:
     arch = replace(glm[1], num_layers=16, num_dense_layers=3)
     two, chunks = parallel(pipeline=2), parallel(pipeline=2, virtual_pipeline=2)
-    assert dense_of_stages(arch, two) == [3, 0]
-    assert dense_of_stages(replace(arch, num_dense_layers=10), two) == [8, 2]
-    assert dense_of_stages(replace(arch, num_dense_layers=5), chunks) == [4, 1]
-    assert dense_of_stages(replace(arch, num_dense_layers=9), chunks) == [5, 4]
+    assert layers_of_stages(arch, two) == [list(range(8)), list(range(8, 16))]
+    first = [*range(4), *range(8, 12)]
+    assert layers_of_stages(arch, chunks) == [first, [n + 4 for n in first]]
+    of_kinds = [
+        sum(not arch.has_experts(n) for n in stage) for stage in layers_of_stages(arch, two)
+    ]
+    assert of_kinds == [3, 0]
 
 
 def test_a_layer_for_further_tokens_is_left_unread(

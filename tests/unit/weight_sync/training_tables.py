@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from megatron_rl.models.base import LatentAttention
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
+from tests.unit.weight_sync.linear_tables import (
+    gated_query_key_value,
+    linear_attention,
+    linear_sizes,
+)
 from tools.planning.engine_tables import (
     EXPERT_BLOCK,
     EXPERT_NAMES,
@@ -22,19 +28,8 @@ from tools.planning.engine_tables import (
     divide,
 )
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen2_moe",
-    "qwen3_moe",
-    "mixtral",
-    "glm4_moe",
-    "deepseek_v3",
-    "gemma3_text",
-    "gpt_oss",
-)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
+FAMILIES += ("deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next")
 
 
 def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelShape:
@@ -76,6 +71,7 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         output_norms=family == "gemma3_text",
         dtype=dtype,
         latent=latent,
+        linear=linear_sizes(config) if family == "qwen3_next" else None,
         **_expert_sizes(config),
     )
 
@@ -96,7 +92,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
             "router_bias": True,
             "dense_layers": tuple(range(config["first_k_dense_replace"])),
         }
-    if not family.endswith("_moe"):
+    if not family.endswith(("_moe", "next")):
         return {}
     step = config.get("decoder_sparse_step") or 1
     without_experts = config.get("mlp_only_layers") or ()
@@ -110,7 +106,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "experts": experts,
         "moe_ffn": config["moe_intermediate_size"],
-        "shared_ffn": config["shared_expert_intermediate_size"] if family == "qwen2_moe" else 0,
+        "shared_ffn": config.get("shared_expert_intermediate_size", 0),
         "dense_layers": dense_layers,
     }
 
@@ -196,13 +192,16 @@ def train_shards(model: ModelShape, layout: TrainLayout, rank: int) -> list[Shar
     if table.at["pp"] == 0:
         table.vocabulary("model.embed_tokens.weight", "0:embedding.word_embeddings.weight")
     for chunk, layers in enumerate(chunks):
-        for sparse in (False, True):
-            chosen = [layer for layer in layers if model.sparse(layer) == sparse]
+        for sparse, is_linear in product((False, True), repeat=2):
+            kind = (sparse, is_linear)
+            chosen = [layer for layer in layers if model.kind(layer) == kind]
             table.lines.tensors = tuple(f"model.layers.{layer}." for layer in chosen)
             table.lines.parameters = tuple(
                 f"{chunk}:decoder.layers.{layer - layers.start}." for layer in chosen
             )
-            if model.latent is None:
+            if is_linear and model.linear is not None:
+                linear_attention(table.lines, model, model.linear, layout.tp, table.at["tp"])
+            elif model.latent is None:
                 table.attention()
             else:
                 table.latent_attention(model.latent)
@@ -309,6 +308,9 @@ class _RankTable:
     def _query_key_value(self) -> None:
         model = self.model
         tp = self.layout.tp
+        if model.linear is not None:
+            gated_query_key_value(self.lines, model, tp, self.at["tp"])
+            return
         per_group = divide("heads", model.heads, "kv_heads", model.kv_heads) * model.head_dim
         total = model.kv_heads * (per_group + 2 * model.head_dim)
         part = divide("rows of the fused query-key-value matrix", total, "train tp", tp)

@@ -1,0 +1,1 @@
+"""Families in which layers differ in kind: attention in some, a recurrent state in others."""

@@ -1,0 +1,73 @@
+"""The lines of a Megatron rank for Qwen3-Next, declared by hand: see ``training_tables``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+from megatron_rl.models.base import LinearAttention
+from tools.planning.engine_tables import ModelShape
+from tools.planning.shard_table import ShardTable
+
+
+def linear_sizes(config: Mapping[str, Any]) -> LinearAttention:
+    return LinearAttention(
+        layers=tuple(each == "linear_attention" for each in config["layer_types"]),
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        kernel=config["linear_conv_kernel_dim"],
+    )
+
+
+def linear_attention(
+    lines: ShardTable, model: ModelShape, linear: LinearAttention, tp: int, rank: int
+) -> None:
+    """A rank has whole key heads, of which HF keeps q, k, v, z and b, a together; here all q
+    come first, then all k, and so on."""
+    key = "self_attention.in_proj.weight"
+    heads = linear.key_heads // tp
+    group = linear.value_heads // linear.key_heads
+    first, at, k, v = rank * heads, 0, linear.key_dim, group * linear.value_dim
+    for name, period, pieces in (
+        ("in_proj_qkvz", 2 * (k + v), ((0, k), (k, k), (2 * k, v), (2 * k + v, v))),
+        ("in_proj_ba", 2 * group, ((0, group), (group, group))),
+    ):
+        full = (linear.key_heads * period, model.hidden)
+        for (start, rows), head in product(pieces, range(first, first + heads)):
+            tensor = f"linear_attn.{name}.weight"
+            lines.rows(tensor, full, head * period + start, rows, key, at)
+            at += rows
+    at, full = 0, (linear.filtered, 1, linear.kernel)
+    for start, rows in ((0, k), (linear.key_heads * k, k), (2 * linear.key_heads * k, v)):
+        for head in range(first, first + heads):
+            begin, name = start + head * rows, "conv1d.weight"
+            lines.rows(f"linear_attn.{name}", full, begin, rows, f"self_attention.{name}", at)
+            at += rows
+    count, all_heads = heads * group, linear.value_heads
+    for name in ("dt_bias", "A_log"):
+        key = f"self_attention.{name}"
+        lines.rows(f"linear_attn.{name}", (all_heads,), first * group, count, key)
+    key = "self_attention.out_norm.weight"
+    lines.whole("linear_attn.norm.weight", (linear.value_dim,), key)
+    full, part, name = (model.hidden, linear.key_heads * v), heads * v, "out_proj.weight"
+    lines.columns(f"linear_attn.{name}", full, first * v, part, f"self_attention.{name}")
+
+
+def gated_query_key_value(lines: ShardTable, model: ModelShape, tp: int, rank: int) -> None:
+    """Each query group: its queries, their gates, its key, its value."""
+    dim, at = model.head_dim, 0
+    heads, groups = model.heads // model.kv_heads, model.kv_heads // tp
+    for group in range(rank * groups, (rank + 1) * groups):
+        queries = [2 * (group * heads + h) + gate for gate in (0, 1) for h in range(heads)]
+        rows = [("q", 2 * model.heads, each) for each in queries]
+        for letter, all_rows, row in (
+            *rows,
+            ("k", model.kv_heads, group),
+            ("v", model.kv_heads, group),
+        ):
+            name, full = f"self_attn.{letter}_proj.weight", (all_rows * dim, model.hidden)
+            lines.rows(name, full, row * dim, dim, "self_attention.linear_qkv.weight", at)
+            at += dim
