@@ -78,7 +78,7 @@ class RolloutSource(Protocol[Experience]):
 
 class ImageProcessor(Protocol):
     """From images of prompts to what a vision tower takes; policy and engine share one. See
-    ``data.vision.VisionProcessor``."""
+    ``data.multimodal.vision.VisionProcessor``."""
 
     image_token_id: int
     patch_size: int
@@ -93,7 +93,7 @@ class ImageProcessor(Protocol):
 
     def pixels(self, image: Image) -> Float[Tensor, "patches values"]:
         """Float32 on the host, in the order of the tower; not to be written to. Of a
-        ``data.masks.MaskedImage`` hidden patches are black."""
+        ``data.multimodal.masks.MaskedImage`` hidden patches are black."""
 
     def keep(self, images: Iterable[Image]) -> None:
         """Before a pass: the images whose pixels it will read, and the passes after it again."""
@@ -307,11 +307,11 @@ class Generator(Protocol):
 
     def poll(self) -> list[tuple[int, Completion]]:
         """Works for a moment: long enough to be called in a loop, short enough to be stopped in
-        between. Tickets and completions of the responses that ended, on every rank of the
-        replica."""
+        between. Request ids and completions of the responses that ended, on every rank of
+        the replica."""
 
     def abort(self, request_ids: Sequence[int]) -> int:
-        """Ends responses without an answer; returns the tokens that are thrown away. Tickets that
+        """Ends responses without an answer; returns the tokens that are thrown away. Those that
         have ended do not matter."""
 
     def pause(self, request_ids: Sequence[int]) -> list[Completion]:

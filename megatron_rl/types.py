@@ -65,7 +65,7 @@ class Prompt:
     """One task, tokenized with the chat template.
 
     Of a prompt with images ``token_ids`` are the expanded ones: the n-th run of image tokens is as
-    long as the n-th image has features, see ``data.vision``.
+    long as the n-th image has features, see ``data.multimodal.vision``.
 
     Example: ``Prompt("train:7", token_ids=(1, 17, 12, 5), answer="12", data_source="chain_sum")``.
     """

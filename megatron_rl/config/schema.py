@@ -191,7 +191,7 @@ class RolloutConfig(Piece):
     def response_limit(self, step: int) -> int:
         """Most tokens of a response of a training step, counted from 1."""
         limit = self.max_response_tokens
-        for stage in self.response_stages or ():  # ascending, as ``config.checks`` sees to it
+        for stage in self.response_stages or ():  # ascending, as ``config.rules.checks`` has it
             if stage.from_step <= step:
                 limit = stage.max_response_tokens
         return limit
