@@ -140,8 +140,9 @@ def _checks(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def told(outcomes: Sequence[Outcome]) -> str:
-    """The checks that are decided, each with its verdict; where there are none, the first."""
-    decided = [one for one in outcomes if one.verdict != "undecided"]
+    """The first two checks that are decided, each with its verdict; where there are none, the first
+    of all."""
+    decided = [one for one in outcomes if one.verdict != "undecided"][:2]
     return "; ".join(_told(one) for one in decided or outcomes[:1])
 
 

@@ -2,7 +2,7 @@
 a clamped gated unit, those of a layer in one tensor ``[experts, in, out]``.
 
 Gate and up alternate there along ``out``; the policy keeps that order, and its activation reads it
-(``passes/biased_experts.py``).
+(``policy/passes/biased_experts.py``).
 """
 
 from typing import Any

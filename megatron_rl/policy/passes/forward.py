@@ -65,7 +65,7 @@ def sequence_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
 
 
 def sequence_gather(ranks: Ranks, num_places: int) -> Callable[[Tensor], Tensor]:
-    """See ``types.TokenView``. ``num_places``: columns that no rank exceeds, so that nobody has to
+    """See ``passes.TokenView``. ``num_places``: columns that no rank exceeds, so that nobody has to
     ask how many the others have."""
     if ranks.context == 1:
         return lambda columns: columns

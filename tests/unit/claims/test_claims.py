@@ -221,9 +221,9 @@ def test_the_whole_verdict_counts_where_checks_differ() -> None:
 
 
 def test_a_table_tells_what_was_decided() -> None:
-    """Not the first check, which is open; where all are open, the first."""
+    """The first two, not the one before them, which is open; where all are open, the first."""
     good, bad, open_one = three_outcomes()
-    shown = told([open_one, good, bad])
+    shown = told([open_one, good, bad, good])
     assert shown == (
         "m: a above b: +1.0000 (+1.0000 to +1.0000), superior; "
         "m: a above b: -1.0000 (-1.0000 to -1.0000), inferior"
