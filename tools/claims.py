@@ -52,7 +52,7 @@ BLOCK = 5
 DIGITS = 6
 # Kept of every run that has them: pass@64 of 64 responses begins near 1, these have room above.
 ALWAYS = ("eval/pass_at_8", "eval/pass_at_16")
-HEAD = "| claim | lab | comparisons | the first two that are decided, with their intervals; else the first |"
+HEAD = "| claim | lab | comparisons | the first two decided, with intervals; else the first |"
 PLANNED = (80, 120)  # steps whose evaluations are averaged in the exact lab
 PAGE = CLAIMS / "README.md"  # with the table of claims
 ENVIRONMENT = {
