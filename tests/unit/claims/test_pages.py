@@ -159,7 +159,7 @@ def test_a_plan_has_the_spread_and_the_seeds(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="ascii")
     lines = plan(tmp_path).splitlines()
     assert lines[0] == "eval/pass_at_1: standard deviation 0.0100, sampled nan"
-    assert "mapo: 17 seeds for 1 of 2 checks" in lines
+    assert "mapo: 17 seeds for 1 of 3 checks" in lines
 
 
 def test_every_curve_has_a_unit() -> None:
