@@ -294,6 +294,7 @@ class NoFp8:
         return contextlib.nullcontext()
 
 
+@pytest.mark.full
 @on_ranks(2, timeout=250)
 def test_recomputed_modules(hf_models: Path):
     """Modules that are run again give the same gradient, bit for bit; a norm that is run again adds

@@ -171,15 +171,19 @@ def test_the_smallest_device_and_host_count(cuda: pytest.MonkeyPatch) -> None:
 
 
 def test_no_remedy_for_a_cpu_is_installed(cuda: pytest.MonkeyPatch) -> None:
-    """That the tracker without states changes no number: tests/numerics/test_fast_paths.py."""
+    """That the tracker without states changes no number: tests/numerics/test_fast_paths.py. Those
+    of the delta net stand in for kernels of flash-linear-attention, wherever that is missing."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     from megatron_rl.policy import patches
+    from megatron_rl.policy.passes.linear_attention import STAND_INS
 
     cuda.setattr(patches, "this_machine", lambda: Machine((9, 0), None, "torch"))
     assert not patches._without_cuda()
     needed = {patch.name for patch in patches.PATCHES if patch.needed()}
-    assert needed == {"_apply_rotary_pos_emb_thd", "Linear"}, "without Transformer Engine"
+    delta_net = {name for _, name, _ in STAND_INS}
+    of_engine = {"_apply_rotary_pos_emb_thd", "Linear"}
+    assert needed == of_engine | delta_net, "without Transformer Engine"
     # A new process, where no tracker has been made yet.
     cuda.setattr(patches, "PATCHES", ())
     cuda.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)

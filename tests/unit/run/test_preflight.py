@@ -4,6 +4,7 @@ keys of services."""
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,7 +67,8 @@ def test_the_room_for_a_checkpoint_and_the_export_is_looked_at_before(
 
 def test_an_engine_that_cannot_be_built_is_refused(config, tmp_path, monkeypatch):
     write_large_config(tmp_path / "model")
-    monkeypatch.setattr(requirements, "version", lambda name: "0.25.1")
+    old = SimpleNamespace(name="vllm", version="0.25.1")
+    monkeypatch.setattr(requirements, "distributions", lambda name: [old] * (name == "vllm"))
     with pytest.raises(ValueError, match=r"rollout: vllm 0\.25\.1 is installed"):
         check(config())
 
