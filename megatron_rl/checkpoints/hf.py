@@ -169,7 +169,7 @@ class HfDirectory:
         that nothing here reads.
         """
         wanted = set(hf_names(arch))
-        unread = unread_layers(arch.num_layers, arch.num_unread_layers)
+        unread = unread_layers(arch.num_layers, arch.num_unread_layers, arch.linear is not None)
         present = {
             name
             for name in self.files

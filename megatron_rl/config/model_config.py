@@ -150,11 +150,12 @@ def _linear_sizes(values: Mapping[str, Any], size: Callable[[str], int]) -> dict
     )
 
 
-def unread_layers(num_layers: int, more: int) -> tuple[str, ...]:
-    """How the names of tensors begin in the ``more`` layers behind the last of ``num_layers``, and
-    in those of Qwen3-Next: they predict further tokens, and nothing here reads them."""
+def unread_layers(num_layers: int, more: int, linear: bool) -> tuple[str, ...]:
+    """How the names of tensors begin in the ``more`` layers behind the last of ``num_layers``, and,
+    of a model with ``linear`` attention, in those beside its layers: they predict further tokens,
+    and nothing here reads them."""
     layers = range(num_layers, num_layers + more)
-    return ("mtp.", *(f"model.layers.{layer}." for layer in layers))
+    return (*(f"model.layers.{layer}." for layer in layers), *(("mtp.",) if linear else ()))
 
 
 def refuse_pointer(file: Path) -> None:

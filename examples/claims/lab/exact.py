@@ -57,11 +57,14 @@ def measured(run: Path) -> list[Row]:
     """Held-out metrics of the model that a run began with, as step 0, and of each of its exports,
     under the names of sampled ones; of each kind pass@1 as its accuracy, and pass@64. A second
     call reads what the first one left in the run's folder."""
-    kept = run / "exact.jsonl"
-    if kept.is_file():
-        return [json.loads(line) for line in kept.read_text("utf-8").splitlines()]
     values = values_of_run(run)
     start = Path(values["model"]["path"])
+    models = {0: start, **{int(path.name[-6:]): path for path in (run / EXPORTS).iterdir()}}
+    kept = run / "exact.jsonl"
+    if kept.is_file():
+        rows: list[Row] = [json.loads(line) for line in kept.read_text("utf-8").splitlines()]
+        if [row["step"] for row in rows] == sorted(models):
+            return rows
     tokenizer = load_tokenizer(start)
     data = validate(DataConfig, values["data"], "data")
     limit = values["rollout"]["max_prompt_tokens"]
@@ -76,7 +79,6 @@ def measured(run: Path) -> list[Row]:
         for prompt in prompts
     ]
     kinds = {prompt.data_source for prompt in prompts}
-    models = {0: start, **{int(path.name[-6:]): path for path in (run / EXPORTS).iterdir()}}
     rows = []
     for step, path in sorted(models.items()):
         model = AutoModelForCausalLM.from_pretrained(path)

@@ -28,7 +28,8 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     more = config.get("num_nextn_predict_layers") or 0
-    unread = unread_layers(config.get("num_hidden_layers") or 0, more)
+    linear = "linear_num_key_heads" in config
+    unread = unread_layers(config.get("num_hidden_layers") or 0, more, linear)
     return {
         name: shape
         for name, shape in shapes.items()

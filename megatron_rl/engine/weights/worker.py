@@ -26,7 +26,9 @@ from megatron_rl.types import Shard
 
 # It warns of each layer whose loader has seen nothing: of all that are written shard by shard, and
 # of a tied head.
-logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
+logging.getLogger(layerwise.__name__).addFilter(
+    lambda record: "Failed to load weights" not in str(record.msg)
+)
 
 
 class ShardReceiver:

@@ -137,6 +137,12 @@ class AttentionCall:
         return mask & (column >= mask.sum(-1, keepdim=True) - window)
 
 
+def positions(boundaries: Tensor, num_tokens: int) -> Tensor:
+    """Of packed tokens in their sequences. Example: boundaries 0, 2, 5 are 0, 1, 0, 1, 2."""
+    tokens = torch.arange(num_tokens, device=boundaries.device)
+    return tokens - boundaries[torch.bucketize(tokens, boundaries[1:], right=True)]
+
+
 @dataclass
 class Packing(PackedSeqParams):
     """The packed sequences as attention takes them.
@@ -164,8 +170,7 @@ class Packing(PackedSeqParams):
             return self.positions
         boundaries, lengths = self.cu_seqlens_q, self.lengths
         assert boundaries is not None and lengths is not None
-        tokens = torch.arange(int(lengths.sum()), device=boundaries.device)
-        return tokens - boundaries[torch.bucketize(tokens, boundaries[1:], right=True)]
+        return positions(boundaries, int(lengths.sum()))
 
     @cached_property
     def groups(self) -> tuple[list[AttentionCall], Tensor]:

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_rl.models.base import LinearAttention
-from megatron_rl.policy.passes.attention import RMSNorm
+from megatron_rl.policy.passes.attention import RMSNorm, positions
 
 HAS_KERNELS = common.HAVE_FLA  # before it is replaced
 CHUNK = 64  # tokens
@@ -76,12 +76,6 @@ def set_delta_net(layer: ModuleSpec) -> None:
     keys = layer.submodules.sharded_state_dict_keys_map
     if "input_layernorm." in keys:
         keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-
-
-def positions(boundaries: Tensor, num_tokens: int) -> Tensor:
-    """Of packed tokens in their sequences. Example: boundaries 0, 2, 5 are 0, 1, 0, 1, 2."""
-    tokens = torch.arange(num_tokens, device=boundaries.device)
-    return tokens - boundaries[torch.bucketize(tokens, boundaries[1:], right=True)]
 
 
 def causal_conv(

@@ -170,7 +170,9 @@ def _location(name: Name, shard: Shard) -> ArrayLocation:
         boxes.append(Box(tuple(piece.global_offset), sizes, first, suffix, array))
         in_order &= first == end
         end += torch.Size(sizes).numel()
-    one_array = all(piece.key.startswith(shard.key) for piece in pieces)
+    of_keys = {(piece.key, tuple(piece.global_shape)) for piece in pieces}
+    one_array = len(of_keys) == len({key for key, _ in of_keys})  # each key is one
+    one_array &= all(key == shard.key or key.startswith(f"{shard.key}.") for key, _ in of_keys)
     contiguous = len(pieces) == 1 or all(piece.data.is_contiguous() for piece in pieces)
     assert one_array and in_order and end == shard.data.numel() and contiguous, (
         f"megatron cuts {name} into {pieces}, which are no rows of it one after the other"

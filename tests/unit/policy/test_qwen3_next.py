@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
+from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.load import compose
 from megatron_rl.config.rules.engine_checks import state_bytes, token_bytes
 from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engine.weights.stream import expected_tensors
+from megatron_rl.models import read_architecture
 from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import layer_parameters, part_of, shards, tensor_slices
@@ -209,6 +213,21 @@ def test_numbers_that_the_stand_ins_keep_for_their_backward() -> None:
         _ = normed.flatten(-2) @ torch.ones(wide, 1, requires_grad=True)
     numbers = sum(each.untyped_storage().nbytes() for each in saved.values()) / 4 / tokens
     assert linear_activations(linear, fused=False) == pytest.approx(numbers, rel=0.05)
+
+
+def test_tensors_for_further_tokens_are_left_unread_in_this_family_alone(tmp_path: Path) -> None:
+    for family in ("qwen3_next", "qwen3_moe"):
+        path = save_tiny_model(family, tmp_path / family)
+        arch, _ = read_architecture(path)
+        file = path / "model.safetensors"
+        save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2)}, file)
+        if family == "qwen3_next":
+            HfDirectory(path).check(arch)
+            assert not {name for name in expected_tensors(path) if name.startswith("mtp.")}
+        else:
+            with pytest.raises(ValueError, match=r"1 are unknown \['mtp\.fc\.weight'\]"):
+                HfDirectory(path).check(arch)
+            assert "mtp.fc.weight" in expected_tensors(path)
 
 
 def test_what_has_not_been_tried_is_refused(tmp_path: Path) -> None:
