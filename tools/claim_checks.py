@@ -94,6 +94,7 @@ class Claim(Strict):
     lab: tuple[str, ...] = ()  # options of its make.py
     train_on: tuple[str, ...] = ()  # kinds of prompts; the others are only held out; () = all
     plugin: Path | None = None  # what the runs load, from the claim's folder
+    branch_from: tuple[str, ...] = ()  # overrides of the run whose last export a seed begins with
     overrides: tuple[str, ...] = ()  # of every cell
     cells: dict[str, tuple[str, ...]]  # label -> overrides
     differ: tuple[str, ...]  # keys in which cells of a check differ, each with all below it

@@ -22,6 +22,10 @@ from megatron_rl.reporting.metrics_file import PASS_AT, is_held_out
 from tools.claim_checks import Claim, Outcome, Runs, Steps, overall
 
 EXACT = "the lab that decides: exact probabilities, evaluations of steps 80 to 120."
+BRANCH = (
+    "the lab that decides: exact probabilities. Each seed begins with the last weights of its run"
+    " of `{}`, whose steps are not counted."
+)
 SAMPLED = (
     "the first lab, of sampled answers. One evaluation of 96 prompts decides, too few for what"
     " papers report, and settings may lie outside the paper's regime: these are no data of"
@@ -78,7 +82,7 @@ def page(
             "",
             f"**{overall(outcomes)}** ({len(seeds)} paired seeds)",
             "",
-            f"Design: {EXACT if claim.is_exact else SAMPLED}",
+            f"Design: {_design(claim)}",
             "",
             f"Source: {claim.source}.",
             "",
@@ -105,6 +109,12 @@ def page(
             "",
         ]
     )
+
+
+def _design(claim: Claim) -> str:
+    if claim.branch_from:
+        return BRANCH.format(" ".join(claim.branch_from))
+    return EXACT if claim.is_exact else SAMPLED
 
 
 def spread(runs: Runs) -> str:

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.claims.lab.exact import measured
 from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.reporting.metrics_file import is_held_out, read_metrics, series
+from megatron_rl.run.start import EXPORTS
 from megatron_rl.sweeping.running import CONSOLE
 from tools.claim_checks import (
     Claim,
@@ -93,12 +94,23 @@ def train_file(made: Path, kinds: Sequence[str]) -> Path:
 
 def cell_folder(out: Path, claim: Claim, overrides: Sequence[str]) -> Path:
     """Where the runs of a cell lie: cells of two claims that are set alike share them."""
-    names = [*sorted([*claim.overrides, *overrides]), *claim.train_on, *claim.lab]
+    after = ["after", *claim.branch_from] if claim.branch_from else []
+    names = [*sorted([*claim.overrides, *overrides]), *claim.train_on, *claim.lab, *after]
     return out / (re.sub(r"[^A-Za-z0-9._+-]+", "_", "_".join(names)) or "defaults")
 
 
 def train(claim: Claim, out: Path, made: Path, parallel: int, more: Sequence[str]) -> None:
-    """Every cell with every seed, ``parallel`` runs at a time; continues where a call stopped."""
+    """Every cell with every seed, ``parallel`` runs at a time; continues where a call stopped.
+    First the runs that the cells branch from, where there are such."""
+    model = str(made / "model")
+    if claim.branch_from:
+        trunk = claim.model_copy(
+            update={"branch_from": (), "overrides": (), "cells": {"": claim.branch_from}}
+        )
+        train(trunk, out, made, parallel, more)
+        folder = cell_folder(out, trunk, claim.branch_from)
+        last = max(path.name for path in (folder / "seed-1" / EXPORTS).iterdir())
+        model = f"{folder}/seed-${{seed}}/{EXPORTS}/{last}"
     files = {"train": train_file(made, claim.train_on), "eval": made / "eval.jsonl"}
     seeds = ",".join(str(seed) for seed in range(1, claim.num_seeds + 1))
     for overrides in claim.cells.values():
@@ -108,7 +120,7 @@ def train(claim: Claim, out: Path, made: Path, parallel: int, more: Sequence[str
         command += ["--parallel", str(parallel)]
         command += ["--plugin", str(claim.plugin)] if claim.plugin else []
         command += ["--out", str(folder), "--config-dir", str(LAB / "conf")]
-        command += [f"experiment={claim.experiment}", f"model.path={made / 'model'}"]
+        command += [f"experiment={claim.experiment}", f"model.path={model}"]
         command += [f"data.{name}={file}" for name, file in files.items()]
         command += [f"reward.function={LAB / 'tasks.py'}:score", *own, f"seed={seeds}", *more]
         _run(command)

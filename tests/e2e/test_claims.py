@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.claims.lab.exact import measured
 from megatron_rl.reporting.metrics_file import read_metrics, series
 from tests.launch import REPO, run
 
@@ -23,6 +24,7 @@ CLAIM = {
     "differ": ["method"],
     "experiment": "lab_exact",
     "lab": ["--exact"],
+    "branch_from": ["method=grpo"],
     "num_seeds": 2,
     "checks": [{"metric": "eval/pass_at_2", "more": "psr", "less": "grpo"}],
     "curves": ["eval/pass_at_1", "eval/pass_at_2", "rollout/entropy"],
@@ -58,6 +60,12 @@ def test_a_claim_is_run_and_written_down(tmp_path: Path) -> None:
     at_start = "eval/pass_at_1"
     for seed in (1, 2):  # a pair: the same weights, asked the same
         assert of_seed["grpo", seed][at_start]["0"] == of_seed["psr", seed][at_start]["0"]
+        # Its branch begins where its own first run ended.
+        trunk = next(tmp_path.glob(f"runs/method_grpo_--exact/seed-{seed}"))
+        last = measured(trunk)[-1]
+        assert last["step"] == 5
+        assert of_seed["psr", seed][at_start]["0"] == pytest.approx(last[at_start], abs=1e-6)
+    assert of_seed["psr", 1][at_start]["0"] != of_seed["psr", 2][at_start]["0"]
     # Exact pass@1 beside that of 48 x 64 answers of the engine, at the start and after training.
     sampled = series(read_metrics(next(tmp_path.glob("runs/*psr*/seed-1/metrics.jsonl"))), at_start)
     assert sampled[0] == [0, 5]
@@ -67,6 +75,7 @@ def test_a_claim_is_run_and_written_down(tmp_path: Path) -> None:
         assert share == pytest.approx(exact, abs=4 * (exact * (1 - exact) / (48 * 64)) ** 0.5)
     page = (folder / "README.md").read_text("utf-8")
     assert "| eval/pass_at_2: psr above grpo |" in page
+    assert "last weights of its run of `method=grpo`" in page
     assert (folder / "curves.png").stat().st_size > 10_000
     assert (REPO / "examples" / "claims" / "README.md").read_text("utf-8") == table
 
