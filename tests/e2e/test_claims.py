@@ -81,5 +81,5 @@ def test_a_claim_is_run_and_written_down(tmp_path: Path) -> None:
 
     data = (folder / "data.jsonl").read_bytes()
     again = run(words, 200).stdout
-    assert again.count("finished before") == 4
+    assert again.count("finished before") == 6
     assert (folder / "data.jsonl").read_bytes() == data
