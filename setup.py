@@ -34,7 +34,7 @@ REQUIRED = [
     "scipy>=1.15",
     "rich",
     "matplotlib",
-    "markdown-it-py>=3",
+    "markdown-it-py>=3",  # the page of tools/report.py
     "tensorboard",
     # regular expressions in linear time, for responses that are made to defeat the other kind
     "google-re2>=1.1",

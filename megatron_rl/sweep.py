@@ -32,7 +32,7 @@ from megatron_rl.runtime.guard import lock
 from megatron_rl.sweeping import commands
 from megatron_rl.sweeping.running import Runner, Stopped, SweepOutcome, shares
 from megatron_rl.sweeping.summary import summary
-from megatron_rl.sweeping.trials import Trial, is_finished, make_trials, with_trackers
+from megatron_rl.sweeping.trials import Trial, is_finished, make_trials, tracked
 
 _SCORE = "eval/accuracy"
 
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_plugins(options.plugin)
         root: Root = root_of(options)
         trials = make_trials(options.overrides, options.out, root)
-        trials = with_trackers(trials, options.out.resolve().name)
+        trials = [tracked(trial, options.out.resolve().name) for trial in trials]
         words = handed_on(loaded(), root)
         if options.dry_run:
             _dry_run(options, trials, words)

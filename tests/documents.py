@@ -48,7 +48,7 @@ def commands() -> list[Command]:
         found += [
             Command(name(page), text) for text in of_markdown(page.read_text(encoding="utf-8"))
         ]
-    entries = ("train", "sweep", "report", "sample", "evaluate", "watch/__main__")
+    entries = ("train", "sweep", "sample", "evaluate")
     programs = [REPO / "megatron_rl" / f"{entry}.py" for entry in entries]
     programs += [REPO / "examples/vllm_server/push.py"]
     programs += [

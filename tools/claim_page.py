@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.reporting.comparison.curves import Band, Curve, band_of
-from megatron_rl.reporting.comparison.drawing import (
-    MAX_BANDS,
-    MAX_SINGLES,
-    Drawing,
-    write_png,
-)
-from megatron_rl.reporting.comparison.panels import PANELS, SOURCES
+from megatron_rl.reporting.figure import Curve
 from megatron_rl.reporting.intervals import Interval, student
 from megatron_rl.reporting.metrics_file import PASS_AT, is_held_out
+from megatron_rl.reporting.panels import PANELS, SOURCES, Panel
 from tools.claim_checks import Claim, Outcome, Runs, Steps, overall
+from tools.reporting.figures import (
+    MAX_BANDS,
+    MAX_SINGLES,
+    Band,
+    band_of,
+    draw_bands,
+    write_figure,
+)
 
 EXACT = "the lab that decides: exact probabilities, evaluations of steps 80 to 120."
 BRANCH = (
@@ -46,11 +49,12 @@ _SHARES = {SOURCES: "share of responses", PASS_AT: "share of prompts"}
 
 def draw(claim: Claim, runs: Runs, file: Path) -> None:
     """A set of axes a metric: the median over the seeds, and what ``spread`` says."""
-    drawings = []
+    draws = {}
     for metric in claim.curves:
         bands = [band_of_seeds(of_seeds, metric) for of_seeds in runs.values()]
-        drawings.append(Drawing(metric, unit(metric), bands, is_held_out(metric)))
-    write_png(drawings, list(runs), file)
+        panel = Panel(metric, metric, unit(metric))
+        draws[panel] = partial(draw_bands, bands=bands, held_out=is_held_out(metric))
+    write_figure(draws, list(runs), file)
 
 
 def unit(metric: str) -> str:
@@ -118,7 +122,7 @@ def _design(claim: Claim) -> str:
 
 
 def spread(runs: Runs) -> str:
-    """What ``write_png`` draws of the seeds."""
+    """What ``draw_bands`` draws of the seeds."""
     words = "median over the seeds"
     words += " and their range as a band" if len(runs) <= MAX_BANDS else ""
     single = sum(len(of_seeds) for of_seeds in runs.values()) <= MAX_SINGLES

@@ -11,5 +11,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
     --config-dir "$repo/examples/quickstart_cpu/baselines" experiment=quickstart_cpu parallel=single rollout.tensor=1 model.path="$model" \
     method=grpo,grpo_token_mean,grpo_no_kl,apo,a_grae,mapo,durian_reasoning,negative_dominant seed=1,2,3,4,5 \
     checkpoint.every_steps=0 checkpoint.export_at_end=false "$@"
-"$python" -m megatron_rl.report runs/quickstart_ablation --no-links --baseline method=grpo \
+"$python" "$repo/tools/report.py" runs/quickstart_ablation --no-links --baseline method=grpo \
     --metric eval/accuracy eval/pass_at_8 --title "Six methods, five seeds: the quickstart on two CPU cores"

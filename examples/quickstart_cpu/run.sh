@@ -17,5 +17,5 @@ picture: $run_dir/curves.png
 next:
   $python -m megatron_rl.sample $run_dir --prompt "Spell this word backward (example: sun -> nus): milk"
   bash examples/quickstart_cpu/run.sh method=dapo run_dir=runs/dapo
-  $python -m megatron_rl.report $run_dir runs/dapo --out runs/compared   # a page with both curves
+  $python tools/report.py $run_dir runs/dapo --out runs/compared   # a page with both curves
 EOF

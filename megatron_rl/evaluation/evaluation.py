@@ -32,8 +32,9 @@ from megatron_rl.rollouts.environments.turns import needs_reward, turns_of_run
 from megatron_rl.rollouts.rows.experience import Response, Responses
 from megatron_rl.rollouts.rows.verdicts import excluded_share
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
+from megatron_rl.run.files import CONFIG, METRICS
 from megatron_rl.run.run_record import describe, listed, read_record
-from megatron_rl.run.start import CONFIG, METRICS, STACKS, digest_problem
+from megatron_rl.run.start import STACKS, digest_problem
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.display import Display, duration
 from megatron_rl.runtime.guard import lock

@@ -18,6 +18,7 @@ from megatron_rl.config.load import change_values, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.models import read_architecture
 from megatron_rl.models.parameter_map import hf_names
+from megatron_rl.run.files import EVALUATION
 from megatron_rl.run.hub import local_folder
 from megatron_rl.run.run_record import RUNTIME, Difference, model_fingerprint
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS, engine_of_machine, is_run, values_of_run
@@ -25,7 +26,6 @@ from megatron_rl.runtime.digest import file_digest
 
 _DEFAULT_OUT = Path("runs/evaluation")
 _OWN_ROOT = Root()  # the package's own
-EVALUATION = "evaluation"  # below the folder of a run
 # Settings that leave the responses, and their metrics, as they are: they may change between
 # two starts. Of the sections that are not named here everything may.
 _DECIDING = ("seed", "rollout", "reward", "evaluation", "prompts", "plugins")

@@ -25,9 +25,6 @@ class Interval:
     low: float
     high: float
 
-    def excludes(self, value: float) -> bool:
-        return not self.low <= value <= self.high
-
 
 def welch(values: Sequence[float], others: Sequence[float]) -> Interval:
     """The interval of mean(values) - mean(others), drawn independently with variances of their own.

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_rl.checkpoints.directory import PARTIAL
 
 Row = dict[str, float | int | None]  # a value that was not finite is null
@@ -48,15 +46,6 @@ def is_held_out(key: str) -> bool:
     """Whether a metric is one of held-out prompts: taken at a few steps and each time of many
     responses, so its values stand as they are, while those of training are smoothed."""
     return key.startswith("eval/")
-
-
-def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of the finite values of up to ``width // 2`` neighbors on either side; a gap stays."""
-    half = width // 2
-    smoothed = values.copy()
-    for index in np.flatnonzero(np.isfinite(values)):
-        smoothed[index] = np.nanmean(values[max(0, index - half) : index + half + 1])
-    return smoothed
 
 
 def pass_at_ks(rows: Iterable[Row]) -> list[int]:

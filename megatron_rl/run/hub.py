@@ -17,7 +17,7 @@ from huggingface_hub.utils import disable_progress_bars
 
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
-from megatron_rl.reporting.comparison.runs import CONFIG
+from megatron_rl.run.files import CONFIG
 from megatron_rl.run.run_record import read_record
 from megatron_rl.runtime.launch import World
 

@@ -11,9 +11,9 @@ from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.models.base import family_problems
 from megatron_rl.models.experts import router_problems
-from megatron_rl.reporting.comparison.runs import METRICS, SAMPLES
 from megatron_rl.reporting.metrics_file import check_rows
 from megatron_rl.reporting.tracking import check_accounts
+from megatron_rl.run.files import METRICS, SAMPLES
 from megatron_rl.run.push import check_token
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS, ResumePoint
 from megatron_rl.runtime import disk

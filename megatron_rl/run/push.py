@@ -15,8 +15,8 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from megatron_rl.config.data_names import HF, entries, is_file_name
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import concerning
-from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE
 from megatron_rl.reporting.report import report
+from megatron_rl.run.files import CONFIG, CURVES, METRICS, REQUEUE
 from megatron_rl.run.hub import repo_and_commit
 from megatron_rl.run.run_record import read_record
 from megatron_rl.runtime.launch import World

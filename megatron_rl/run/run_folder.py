@@ -23,8 +23,7 @@ from megatron_rl.checkpoints.directory import later_steps, prune, step_path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
 from megatron_rl.protocols import Policy, RolloutSource, Saving
-from megatron_rl.reporting.comparison.panels import draw_curves
-from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE, SAMPLES
+from megatron_rl.reporting.figure import draw_curves
 from megatron_rl.reporting.metrics_file import (
     archive_rows,
     missing_steps,
@@ -35,6 +34,7 @@ from megatron_rl.reporting.report import report
 from megatron_rl.reporting.sinks import ConsoleLine, Metrics, append_metrics
 from megatron_rl.reporting.tracking import Tracking
 from megatron_rl.rollouts.rows.experience import Response
+from megatron_rl.run.files import CONFIG, CURVES, METRICS, REQUEUE, SAMPLES
 from megatron_rl.run.preflight import claim
 from megatron_rl.run.run_record import describe, listed
 from megatron_rl.run.start import (

@@ -14,9 +14,9 @@ import torch
 from megatron_rl.checkpoints import directory
 from megatron_rl.config.load import fill_missing
 from megatron_rl.config.schema import Config
-from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, REQUEUE
 from megatron_rl.reporting.metrics_file import check_rows, read_metrics
 from megatron_rl.reporting.report import report
+from megatron_rl.run.files import CONFIG, CURVES, METRICS, REQUEUE
 from megatron_rl.run.run_record import Difference, describe, differences, listed, read_record
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.launch import World

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.run.start import REQUEUE
+from megatron_rl.run.files import REQUEUE
 from megatron_rl.runtime.display import duration
 from megatron_rl.runtime.guard import lock
 from megatron_rl.runtime.process import die_with_parent

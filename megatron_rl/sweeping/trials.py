@@ -40,10 +40,14 @@ class Trial:
         return Path(self.config.run_dir)
 
     @property
+    def without_seed(self) -> list[str]:
+        """The overrides that its other seeds share."""
+        return [text for text in self.differing if not text.lstrip("+").startswith("seed=")]
+
+    @property
     def label(self) -> str:
-        """The overrides that its other seeds share, e.g. ``method=grpo``."""
-        shown = [text for text in self.differing if not is_seed(text)]
-        return " ".join(shown) or f"method={self.config.method.name}"
+        """E.g. ``method=grpo``."""
+        return " ".join(self.without_seed) or f"method={self.config.method.name}"
 
 
 def make_trials(overrides: Sequence[str], out: Path, root: Root) -> list[Trial]:
@@ -89,24 +93,20 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) ->
     return configs
 
 
-def with_trackers(trials: Sequence[Trial], sweep: str) -> list[Trial]:
-    """The trials, those with a tracker that groups runs with what makes the comparison there.
+def tracked(trial: Trial, sweep: str) -> Trial:
+    """The trial, one with a tracker that groups runs with what makes the comparison there.
 
     The seeds of a combination share a group, ``SWEEP/COMBINATION``, which wandb can average; a
     group that the user gives stays. The name of the sweep and of its experiment are tags next to
     those of the user.
     """
-    return [_tracked(trial, sweep) for trial in trials]
-
-
-def _tracked(trial: Trial, sweep: str) -> Trial:
     logging = trial.config.logging
     if not set(logging.trackers) - {"tensorboard"}:
         return trial
-    shown = [text for text in trial.differing if not is_seed(text)]
     more = []
     if logging.group is None:
-        group = shortened(f"{sweep}/{plain_name(shown)}" if shown else sweep)
+        shared = trial.without_seed
+        group = shortened(f"{sweep}/{plain_name(shared)}" if shared else sweep)
         more.append(as_override("logging.group", group))
     experiments = [text for text in trial.overrides if text.lstrip("+").startswith("experiment=")]
     own = [text[:MAX_TAG] for text in (sweep, *experiments)]
@@ -197,8 +197,3 @@ def _plain_part(text: str) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-def is_seed(override: str) -> bool:
-    """Whether the override sets the seed of the run."""
-    return override.lstrip("+").startswith("seed=")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import report
 from tests.e2e.browser import NEEDS_CHROMIUM, seen
-from tests.unit.reporting.comparison.made_runs import write_grid
+from tests.unit.report.made_runs import write_grid
+from tools import report
 
 pytestmark = [pytest.mark.full, NEEDS_CHROMIUM]
 LOOK = """({

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl import report
 from tests.e2e.browser import CHROMIUM, seen
 from tests.e2e.test_report_page import LOOK
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import REPO, end, run
+from tools import report
 
 # In the core tier with stand-ins for the runs: tests/unit/sweeping.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]

@@ -1,4 +1,4 @@
-"""Fixtures of several rooms: tables of the process as they were, and a vision-language model."""
+"""Fixtures of several folders: tables of the process as they were, and a vision-language model."""
 
 from __future__ import annotations
 

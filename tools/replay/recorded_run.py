@@ -30,6 +30,7 @@ from megatron_rl.models import read_architecture
 from megatron_rl.reporting.metrics_file import Row, read_metrics
 from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.rollouts.step_record import FOLDER, recorded_steps
+from megatron_rl.run.files import METRICS
 from megatron_rl.run.run_record import (
     DATA,
     MODEL,
@@ -37,7 +38,7 @@ from megatron_rl.run.run_record import (
     data_fingerprint,
     model_fingerprint,
 )
-from megatron_rl.run.start import CHECKPOINTS, METRICS, is_run, read_config
+from megatron_rl.run.start import CHECKPOINTS, is_run, read_config
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals import SignalSetup

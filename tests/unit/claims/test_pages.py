@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_rl.reporting.comparison.drawing import draw_bands
 from tools.claim_checks import Claim, outcomes, read_claim
 from tools.claim_page import band_of_seeds, page, spread, unit
 from tools.claims import (
@@ -25,6 +24,7 @@ from tools.claims import (
     wall_seconds,
     write_page,
 )
+from tools.reporting.figures import draw_bands
 
 FOLDERS = sorted(file.parent for file in CLAIMS.rglob("data.jsonl"))
 NAMES = [name_of(folder) for folder in FOLDERS]

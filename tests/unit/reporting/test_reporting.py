@@ -8,8 +8,8 @@ import json
 import pytest
 from matplotlib.image import imread
 
-from megatron_rl.reporting.comparison.panels import draw_curves
 from megatron_rl.reporting.evaluation import pass_at_k
+from megatron_rl.reporting.figure import draw_curves
 from megatron_rl.reporting.report import report, table
 
 

@@ -1,4 +1,4 @@
-"""What the tests of this room share: configurations, prompts, hostile texts."""
+"""What the tests of this folder share: configurations, prompts, hostile texts."""
 
 from __future__ import annotations
 

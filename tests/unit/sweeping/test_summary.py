@@ -79,3 +79,12 @@ def test_several_metrics_are_several_tables_and_one_that_is_missing_is_a_dash(tm
     kl, missing = summary(trials, names(trials), metrics).split("\n\n")
     assert rows(kl)[0][:4] == ["method=grpo", "2", "0.000300", "0.000200 to 0.000400"]
     assert rows(missing)[0][:4] == ["method=grpo", "2", "-", "-"]
+
+
+def test_pass_at_k_is_that_of_an_evaluation_after_the_training(tmp_path):
+    trials = runs(tmp_path, (0.2,), "seed=1")
+    later = trials[0].folder / "evaluation" / "metrics.jsonl"
+    later.parent.mkdir()
+    later.write_text('{"step": 1, "eval/accuracy": 0.9, "eval/pass_at_4": 0.75}\n')
+    text = summary(trials, names(trials), [*ACCURACY, "eval/pass_at_4"])
+    assert [rows(part)[0][2] for part in text.split("\n\n")] == ["0.200", "0.750"]

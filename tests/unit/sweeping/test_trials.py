@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.load import compose
 from megatron_rl.sweep import main
-from megatron_rl.sweeping.trials import Trial, combinations, make_trials, run_names, with_trackers
+from megatron_rl.sweeping.trials import Trial, combinations, make_trials, run_names, tracked
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 
@@ -86,20 +86,17 @@ def test_trackers_group_the_seeds_of_a_combination(tmp_path):
     """And keeps the group and the tags of the user; without such a tracker nothing is added."""
     overrides = ["method=grpo,dapo", "seed=1,2"]
     plain = trials(tmp_path, "seed=1,2")
-    assert with_trackers(plain, "ablation") == plain
+    assert [tracked(trial, "ablation") for trial in plain] == plain
     on = ["logging.trackers=[wandb]", "logging.tags=['a, b']", "experiment=quickstart_cpu"]
-    grouped = [
-        logging_of(trial) for trial in with_trackers(trials(tmp_path, *overrides, *on), "abl=1")
-    ]
+    grouped = [logging_of(tracked(trial, "abl=1")) for trial in trials(tmp_path, *overrides, *on)]
     assert [logging["group"] for logging in grouped] == [
         f"abl=1/method-{method}" for method in ("grpo", "grpo", "dapo", "dapo")
     ]
     tags = ["a, b", "abl=1", "experiment=quickstart_cpu"]
     assert all(logging["tags"] == tags for logging in grouped)
-    seeds = with_trackers(trials(tmp_path, "seed=1,2", *on), "seeds")
-    assert {logging_of(trial)["group"] for trial in seeds} == {"seeds"}
-    own = with_trackers(trials(tmp_path, "seed=1,2", *on, "logging.group=mine"), "ablation")
-    assert {logging_of(trial)["group"] for trial in own} == {"mine"}
+    for more, group in ([], "sweep"), (["logging.group=mine"], "mine"):
+        seeds = [tracked(trial, "sweep") for trial in trials(tmp_path, "seed=1,2", *on, *more)]
+        assert {logging_of(trial)["group"] for trial in seeds} == {group}
 
 
 def logging_of(trial: Trial) -> dict:

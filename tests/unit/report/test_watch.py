@@ -1,4 +1,4 @@
-"""python -m megatron_rl.watch: what it shows of real run folders, and when it ends."""
+"""python tools/watch.py: what it shows of real run folders, and when it ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from subprocess import PIPE
 import pytest
 from rich.console import Console
 
-from megatron_rl.watch import __main__ as watch
-from megatron_rl.watch.__main__ import curve, look
 from tests.unit.trainer.runs import build_bandit
+from tools import watch
+from tools.watch import curve, look
 
 # Holds the folder that it is given until its input ends.
 HOLDER = """

@@ -10,15 +10,15 @@ from urllib.parse import unquote
 import pytest
 from matplotlib.image import imread
 
-from megatron_rl import report
-from megatron_rl.reporting.comparison.tables import digits_of, number
-from tests.unit.reporting.comparison.made_runs import (
+from megatron_rl.reporting.scores import digits_of, number
+from tests.unit.report.made_runs import (
     curve_rows,
     few_rows,
     sample,
     write_grid,
     write_run,
 )
+from tools import report
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 ATTACK = '<script>alert("x")</script> & `</pre>` ``` ````| [a](b) $x$'

@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.keys import flat, natural
-from megatron_rl.reporting.metrics_file import PASS_AT, Row, read_metrics
+from megatron_rl.reporting.metrics_file import Row, read_metrics
+from megatron_rl.reporting.scores import last_value, rows_of
+from megatron_rl.run.files import CONFIG, CURVES, EVALUATION, METRICS, REQUEUE
 
-CONFIG = "config.json"
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-EVALUATION = "evaluation"
-CURVES = "curves.png"
-REQUEUE = "requeue"  # while a run that was stopped on request waits to be resumed
 ABSENT = "(absent)"
 
 Record = Mapping[str, Any]  # config.json
@@ -55,12 +51,10 @@ class Run:
         return self.settings[key] if key in self.settings else ABSENT
 
     def rows_of(self, key: str) -> list[Row]:
-        """The rows to take a metric from: those of the evaluation after the training for pass@k,
-        since it asks more often, and for what the training has not; else those of the training."""
-        later_has_it = any(key in row for row in self.evaluation)
-        if later_has_it and (key.startswith(PASS_AT) or not any(key in row for row in self.rows)):
-            return self.evaluation
-        return self.rows
+        return rows_of(key, self.rows, self.evaluation)
+
+    def last_value(self, metric: str) -> tuple[int, float] | None:
+        return last_value(self.rows_of(metric), metric)
 
 
 class Found(NamedTuple):
@@ -135,7 +129,7 @@ def _looks_like_run(folder: Path, files: Sequence[str]) -> bool:
 
 def read_run(folder: Path, name: str, problems: list[str]) -> Run:
     """The run; what of it is damaged but not needed is added to ``problems``."""
-    record = _record(folder / CONFIG)
+    record, settings = _record(folder / CONFIG)
     rows = _rows(folder / METRICS)
     if not rows:
         raise ValueError(f"{METRICS} has no row yet")
@@ -147,7 +141,6 @@ def read_run(folder: Path, name: str, problems: list[str]) -> Run:
             evaluation = _rows(path)
         except (ValueError, OSError) as error:
             problems.append(f"{name}: its evaluation is not shown: {error}")
-    settings = dict(flat(record))
     done = int(rows[-1]["step"] or 0)
     # A run is over after its last step. Where it may end before, the figure tells, the last thing
     # that a run writes; where it may not, that figure is of its end before it was made longer.
@@ -171,7 +164,8 @@ def _rows(path: Path) -> list[Row]:
     return rows
 
 
-def _record(path: Path) -> dict[str, Any]:
+def _record(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``config.json``, and its settings under dotted names."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -180,4 +174,4 @@ def _record(path: Path) -> dict[str, Any]:
     for key in ("seed", "trainer.num_steps"):
         if not isinstance(settings.get(key), int):
             raise ValueError(f"{path.name} is not that of a run: it lacks {key}")
-    return record
+    return record, settings

@@ -1,21 +1,15 @@
 """The tables of a comparison, before they become Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, pstdev
 
-from megatron_rl.reporting.comparison.runs import ABSENT, CONFIG, CURVES, METRICS, SAMPLES, Run
-from megatron_rl.reporting.comparison.scores import (
-    COLLAPSED_BELOW,
-    VariantScore,
-    compare,
-    cost,
-    course,
-    score,
-)
-from megatron_rl.reporting.comparison.variants import (
+from megatron_rl.reporting.metrics_file import series
+from megatron_rl.reporting.scores import NOTHING, caption, digits_of, number, seed_columns
+from megatron_rl.run.files import CONFIG, CURVES, METRICS, SAMPLES
+from tools.reporting.runs import ABSENT, Run
+from tools.reporting.variants import (
     Variant,
     all_runs,
     distinct,
@@ -23,10 +17,8 @@ from megatron_rl.reporting.comparison.variants import (
     shown,
     varying_keys,
 )
-from megatron_rl.reporting.intervals import Interval
-from megatron_rl.reporting.metrics import metric as metric_of
 
-NOTHING = "-"
+COLLAPSED_BELOW = 0.5  # of its best: the paper that counts collapses prints no bound
 _OTHER_VERSIONS = ("world_size", "model_fingerprint", "data_fingerprint")
 
 Entry = str | tuple[Path, ...]  # paths: files of a run
@@ -40,55 +32,50 @@ class Table:
     caption: str = ""
 
 
-def number(value: float | None, digits: int = 3, signed: bool = False) -> str:
-    """A number with so many digits after the point: ``0.534``, ``+12.300``, ``1,234.000``."""
-    sign = "+" if signed else ""
-    return NOTHING if value is None else f"{value:{sign},.{digits}f}"
-
-
-def digits_of(values: Sequence[float]) -> int:
-    """Digits after the point for a column of such values: three or more that count."""
-    largest = max(map(abs, values), default=0.0)
-    if largest >= 1000:
-        return 0
-    if largest >= 10:
-        return 1
-    if largest >= 0.01 or largest == 0:
-        return 3
-    # 0.005 -> floor(log10) = -3 -> 5 digits: 0.00500.
-    return min(12, 2 - floor(log10(largest)))
-
-
-def interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
-    """``low to high``; of a single value there is none."""
-    if not isfinite(interval.low):
-        return NOTHING
-    return f"{number(interval.low, digits, signed)} to {number(interval.high, digits, signed)}"
-
-
-_OWN = ("at step", "mean", "smallest to largest", "95 % of the mean")
-_CONTRAST = ("difference", "pairs", "95 % of the difference", "than baseline")
+def score(variant: Variant, metric: str) -> tuple[dict[int, float], list[int]]:
+    """The last values of the counted runs: of each seed the mean over its runs, and the steps at
+    which they were taken. Empty where no run has a finite one."""
+    by_seed: dict[int, list[float]] = {}
+    steps = set()
+    for run in variant.counted:
+        if (last := run.last_value(metric)) is not None:
+            steps.add(last[0])
+            by_seed.setdefault(run.seed, []).append(last[1])
+    return {seed: fmean(found) for seed, found in sorted(by_seed.items())}, sorted(steps)
 
 
 def method_table(variants: Sequence[Variant], metric: str) -> Table:
     """One row a variant; the first variant is the baseline."""
     scores = [score(variant, metric) for variant in variants]
-    baseline = scores[0]
-    digits = digits_of([own.mean for own in scores if own is not None])
+    columns = seed_columns([values for values, _ in scores])
     rows = []
-    for variant, own in zip(variants, scores, strict=True):
-        row = {"method": variant.label, "seeds": _seeds(variant)}
-        row |= dict.fromkeys((*_OWN, *_CONTRAST), NOTHING)
-        if own is not None:
-            row |= zip(_OWN, _reached(own, digits), strict=True)
-        if variant is variants[0]:
-            row["difference"] = "baseline"
-        elif own is not None and baseline is not None:
-            row |= zip(_CONTRAST, _contrast(own, baseline, digits + 1), strict=True)
-        rows.append(row)
-    entry = metric_of(metric)
-    meaning = f"{metric}: {entry.meaning}" if entry else metric
-    return Table(rows, f"{meaning} [{entry.unit}]" if entry and entry.unit else meaning)
+    for variant, (_, steps), own in zip(variants, scores, columns, strict=True):
+        at_step = ", ".join(map(str, steps)) or NOTHING
+        rows.append({"method": variant.label, "seeds": _seeds(variant), "at step": at_step, **own})
+    return Table(rows, caption(metric))
+
+
+@dataclass(frozen=True)
+class Course:
+    """A held-out metric of one run over its training, step 0 left out."""
+
+    peak: float  # largest value
+    # Coefficient of variation, "standard deviation divided by mean" (View-R1, arXiv 2506.21655,
+    # section 3.2), with the population's deviation; None of a mean of 0.
+    variation: float | None
+    # The last value is below ``COLLAPSED_BELOW`` of the peak (A-GRAE, arXiv 2602.05548, D.5, counts
+    # such runs: "in three out of the ten trials").
+    is_collapsed: bool
+
+
+def course(run: Run, metric: str) -> Course | None:
+    """None where the run has fewer than two finite values after step 0."""
+    _, values = series([row for row in run.rows_of(metric) if row["step"]], metric)
+    if len(values) < 2:
+        return None
+    mean = fmean(values)
+    variation = pstdev(values) / mean if mean else None
+    return Course(max(values), variation, values[-1] < COLLAPSED_BELOW * max(values))
 
 
 def course_table(variants: Sequence[Variant], metric: str) -> Table | None:
@@ -113,24 +100,6 @@ def course_table(variants: Sequence[Variant], metric: str) -> Table | None:
     return Table(rows, caption) if rows else None
 
 
-def _reached(own: VariantScore, digits: int) -> tuple[str, ...]:
-    values = own.values.values()
-    return (
-        ", ".join(map(str, own.steps)),
-        number(own.mean, digits),
-        f"{number(min(values), digits)} to {number(max(values), digits)}",
-        interval_text(own.interval, digits),
-    )
-
-
-def _contrast(own: VariantScore, baseline: VariantScore, digits: int) -> tuple[str, ...]:
-    """``digits``: one more than those of the means, since differences are small."""
-    found = compare(own, baseline)
-    mean = number(found.interval.mean, digits, signed=True)
-    between = interval_text(found.interval, digits, signed=True)
-    return (mean, str(found.num_pairs or "unpaired"), between, found.word)
-
-
 def _seeds(variant: Variant) -> str:
     """The number of seeds that count, and a remark on the others."""
     seeds = len({run.seed for run in variant.counted})
@@ -138,6 +107,45 @@ def _seeds(variant: Variant) -> str:
         return f"{seeds}, none finished"
     left = len(variant.runs) - len(variant.counted)
     return f"{seeds} ({left} unfinished not counted)" if left else str(seeds)
+
+
+def cost(variant: Variant) -> dict[str, float | None]:
+    """The mean cost of the counted runs of a variant, by the name of its column; None: no run says.
+
+    Training are the steps alone, without start, evaluation and checkpoints.
+    """
+    runs = variant.counted
+    step_seconds = [series(run.rows, "time/step_s")[1] for run in runs]
+    evaluations = [series(run.rows, "time/evaluation_s")[1] for run in runs]
+    return {
+        "steps": fmean(sum(bool(row["step"]) for row in run.rows) for run in runs),
+        "response tokens": _mean(sum, [_tokens(run, sampled=False) for run in runs]),
+        "sampled tokens": _mean(sum, [_tokens(run, sampled=True) for run in runs]),
+        "training [s]": _mean(sum, step_seconds),
+        "evaluation [s]": _mean(sum, evaluations),
+        "median step [s]": _mean(median, step_seconds),
+    }
+
+
+def _mean(of_run: Callable[[list[float]], float], runs: Sequence[list[float]]) -> float | None:
+    """``of_run`` of the values of each run, averaged over those that have any: what a run does not
+    say is not 0."""
+    present = [of_run(values) for values in runs if values]
+    return fmean(present) if present else None
+
+
+def _tokens(run: Run, *, sampled: bool) -> list[float]:
+    """Response tokens of each step; ``sampled``: with those of responses that were not trained."""
+    of_steps = []
+    for row in run.rows:
+        mean = row.get("rollout/response_tokens_mean")
+        count = row.get("rollout/num_responses")
+        discarded = row.get("throughput/discarded_tokens_share") or 0.0
+        if mean is not None and count is not None:
+            # The share is one of all sampled tokens: 300 that were trained and 0.25 are 400.
+            left = 1 - discarded if sampled and discarded < 1 else 1.0
+            of_steps.append(mean * count / left)
+    return of_steps
 
 
 def cost_table(variants: Sequence[Variant]) -> Table:
@@ -170,14 +178,14 @@ def runs_table(variants: Sequence[Variant], metric: str, with_files: bool) -> Ta
     rows = []
     for variant in variants:
         for run in variant.runs:
-            last = score(Variant(variant.label, (run,)), metric)
+            last = run.last_value(metric)
             row: dict[str, Entry] = {
                 "run": run.name,
                 "method": variant.label,
                 "seed": str(run.seed),
                 "steps": f"{run.steps_done} / {run.steps_wanted}",
                 "state": "finished" if run.finished else "unfinished",
-                f"last {metric}": number(last.mean, digits_of([last.mean])) if last else NOTHING,
+                f"last {metric}": number(last[1], digits_of([last[1]])) if last else NOTHING,
             }
             if with_files:
                 paths = [run.folder / name for name in (METRICS, SAMPLES, CONFIG, CURVES)]

@@ -10,12 +10,13 @@ from urllib.parse import quote
 
 from markdown_it import MarkdownIt
 
-from megatron_rl.reporting.comparison.curves import SMOOTHING, smoothing_width
-from megatron_rl.reporting.comparison.drawing import write_png
-from megatron_rl.reporting.comparison.panels import drawings_of
-from megatron_rl.reporting.comparison.samples import passages_of, samples_of, shortened_text
-from megatron_rl.reporting.comparison.scores import LAST_ROWS, last_value
-from megatron_rl.reporting.comparison.tables import (
+from megatron_rl.reporting.figure import SMOOTHING, smoothing_width
+from megatron_rl.reporting.metrics_file import is_held_out
+from megatron_rl.reporting.panels import HEADINGS
+from megatron_rl.reporting.scores import LAST_ROWS
+from tools.reporting.figures import draws_of, write_figure
+from tools.reporting.samples import passages_of, samples_of, shortened_text
+from tools.reporting.tables import (
     Entry,
     Table,
     cost_table,
@@ -26,8 +27,7 @@ from megatron_rl.reporting.comparison.tables import (
     settings_table,
     versions_table,
 )
-from megatron_rl.reporting.comparison.variants import Variant, all_runs
-from megatron_rl.reporting.metrics_file import is_held_out
+from tools.reporting.variants import Variant, all_runs
 
 HTML = "index.html"
 MARKDOWN = "report.md"
@@ -169,13 +169,20 @@ def _entry(entry: Entry, out: Path) -> str:
 
 def _write_figures(variants: Sequence[Variant], out: Path) -> Iterator[tuple[str, str]]:
     """Writes one PNG a heading that has a metric; yields heading and path from ``out``."""
-    for heading, drawings in drawings_of(variants).items():
+    all_draws = draws_of(variants, _width(variants))
+    for heading in HEADINGS:
         name = re.sub(r"[^a-z0-9]+", "-", heading.lower())
         path = out / _FIGURES / f"{name}.png"
         path.unlink(missing_ok=True)
-        if drawings:
-            write_png(drawings, [variant.label for variant in variants], path)
+        draws = {panel: draw for panel, draw in all_draws.items() if panel.heading == heading}
+        if draws:
+            write_figure(draws, [variant.label for variant in variants], path)
             yield heading, f"{_FIGURES}/{path.name}"
+
+
+def _width(variants: Sequence[Variant]) -> int:
+    """Steps of the moving mean of curves of training."""
+    return smoothing_width(max(run.steps_done for run in all_runs(variants)))
 
 
 def _sample_lines(variants: Sequence[Variant]) -> tuple[list[str], list[str]]:
@@ -216,7 +223,7 @@ def _counted(number: int, noun: str) -> str:
 
 def _curves_text(variants: Sequence[Variant]) -> str:
     """The explanation of the curves."""
-    width = smoothing_width(variants)
+    width = _width(variants)
     smoothing = ""
     if width > 1:
         smoothing = (
@@ -235,7 +242,7 @@ def _notes(variants: Sequence[Variant], metrics: Sequence[str]) -> list[str]:
     notes = [note for variant in variants for note in _notes_on_runs(variant)]
     for metric in metrics:
         for variant in variants:
-            names = [run.name for run in variant.counted if last_value(run, metric) is None]
+            names = [run.name for run in variant.counted if run.last_value(metric) is None]
             if names:
                 notes.append(f"{metric}: no last value in {', '.join(names)}; not counted")
     if differing := differing_versions(variants):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.reporting.comparison.variants import choose_baseline
-from tests.unit.reporting.comparison.made_runs import curve_rows, variants_in, write_grid, write_run
+from tests.unit.report.made_runs import curve_rows, variants_in, write_grid, write_run
+from tools.reporting.variants import choose_baseline
 
 
 def labels_and_seeds(place: Path) -> dict[str, tuple[int, ...]]:

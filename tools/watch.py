@@ -1,6 +1,6 @@
 """Shows how a run goes, in the terminal, until it ends; over ssh, too.
 
-    python -m megatron_rl.watch runs/quickstart_cpu
+    python tools/watch.py runs/quickstart_cpu
 
 It only reads the run's folder. Ctrl-C ends it, not the run; into a file or a pipe it prints once.
 """
@@ -18,15 +18,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron_rl.config.cli.parser import parser_of
 from megatron_rl.errors import shortened
-from megatron_rl.reporting.comparison.runs import METRICS, REQUEUE, SAMPLES, Run, read_run
-from megatron_rl.reporting.comparison.samples import as_sample
 from megatron_rl.reporting.metrics_file import series
 from megatron_rl.reporting.report import HEADLINES
+from megatron_rl.run.files import METRICS, REQUEUE, SAMPLES
 from megatron_rl.runtime.display import duration
 from megatron_rl.runtime.guard import lock
 from megatron_rl.runtime.guard.first_failure import FAILED_HOST
+from tools.reporting.runs import Run, read_run
+from tools.reporting.samples import as_sample
 
 _BARS = "".join(map(chr, range(0x2581, 0x2589)))  # an eighth of a line high to a whole one
 _CURVE_CHARACTERS = 40
@@ -38,7 +41,7 @@ _LOOK_SHARE = 0.1  # of the time: what this takes is taken from the run where it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 when the run has ended or Ctrl-C was pressed, 1 on wrong input."""
-    parser = parser_of(__doc__, "python -m megatron_rl.watch")
+    parser = parser_of(__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     between = "between looks (default 2)"
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help=between)

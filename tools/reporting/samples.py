@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.reporting.comparison.runs import SAMPLES, Run
+from megatron_rl.run.files import SAMPLES
+from tools.reporting.runs import Run
 
 _MAX_CHARACTERS = 2000
 

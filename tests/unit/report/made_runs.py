@@ -13,9 +13,8 @@ import numpy as np
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.reporting.comparison.runs import Found, find_runs
-from megatron_rl.reporting.comparison.variants import Variant, variants_of
-from megatron_rl.run.run_record import differences
+from tools.reporting.runs import Found, find_runs
+from tools.reporting.variants import Variant, variants_of
 
 EVERY = 5  # steps between evaluations
 SOURCES = ("sums", "words")
@@ -166,8 +165,4 @@ def found_in(*places: Path) -> Found:
 
 def variants_in(*places: Path) -> list[Variant]:
     """``variants_of`` as the program calls it."""
-
-    def alike(first: dict[str, Any], other: dict[str, Any]) -> bool:
-        return all(change.key == "seed" for change in differences(first, other))
-
-    return variants_of(found_in(*places).runs, alike)
+    return variants_of(found_in(*places).runs)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.unit.reporting.comparison.made_runs import curve_rows, found_in, record, write_run
+from tests.unit.report.made_runs import curve_rows, found_in, record, write_run
 
 
 def test_runs_at_any_depth_in_the_order_of_their_numbers(tmp_path):

@@ -1,7 +1,7 @@
 """A comparison of runs: one page with tables, curves and samples.
 
-    python -m megatron_rl.report runs/ablation
-    python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo
+    python tools/report.py runs/ablation
+    python tools/report.py runs/a runs/b --out DIR --baseline method=grpo
 
 Every run below the folders is found. Runs that differ in their seed alone form a variant, and
 variants are compared with the baseline over common seeds. The folder of the report, DIR/report
@@ -13,13 +13,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron_rl.config.cli.parser import parser_of
 
 DEFAULT_METRIC = "eval/accuracy"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, "python -m megatron_rl.report")
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="DIR", help="holds runs, at any depth")
     out = "is made; gets the report (default: report in the first DIR)"
@@ -52,16 +54,12 @@ def run(options: argparse.Namespace) -> str:
         ValueError: no run, an unknown baseline or metric, or a folder that cannot be written.
     """
     # Deferred: matplotlib and scipy take seconds to import, which --help does not need.
-    from megatron_rl.reporting.comparison.page import HTML, MARKDOWN, write_report
-    from megatron_rl.reporting.comparison.runs import find_runs
-    from megatron_rl.reporting.comparison.variants import choose_baseline, variants_of
-    from megatron_rl.run.run_record import differences
+    from tools.reporting.page import HTML, MARKDOWN, write_report
+    from tools.reporting.runs import find_runs
+    from tools.reporting.variants import choose_baseline, variants_of
 
     found = find_runs(options.folders)
-    variants = variants_of(
-        found.runs,
-        lambda first, other: all(change.key == "seed" for change in differences(first, other)),
-    )
+    variants = variants_of(found.runs)
     baseline = choose_baseline(variants, options.baseline)
     variants = [baseline, *(variant for variant in variants if variant is not baseline)]
     keys = {key for run in found.runs for row in (*run.rows, *run.evaluation) for key in row}

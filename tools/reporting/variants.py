@@ -2,15 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 from megatron_rl.config.keys import within
-from megatron_rl.reporting.comparison.runs import Record, Run
-
-TrainsAlike = Callable[[Record, Record], bool]
+from megatron_rl.run.run_record import differences
+from tools.reporting.runs import Run
 
 # What decides how long is trained and what is measured: it does not train, but its values cannot
 # stand for each other.
@@ -55,19 +54,16 @@ class Variant:
         return distinct([run.setting(key) for run in self.runs])
 
 
-def variants_of(runs: Sequence[Run], trains_alike: TrainsAlike) -> list[Variant]:
+def variants_of(runs: Sequence[Run]) -> list[Variant]:
     """The variants in the order of their first run.
 
     Where a variant would hold a seed twice, it is split by the other settings that differ, such as
     the layout: these train the same, and were run to be compared.
-
-    Args:
-        trains_alike: whether two ``config.json`` train the same but for the seed.
     """
     groups: list[list[Run]] = []
     for run in runs:
         for group in groups:
-            if _alike(group[0], run, trains_alike):
+            if _alike(group[0], run):
                 group.append(run)
                 break
         else:
@@ -130,9 +126,11 @@ def setting_keys(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(key for run in runs for key in run.settings))
 
 
-def _alike(first: Run, other: Run, trains_alike: TrainsAlike) -> bool:
+def _alike(first: Run, other: Run) -> bool:
+    """Whether two runs train and measure the same but for the seed."""
     measured_alike = all(first.settings.get(key) == other.settings.get(key) for key in _MEASURED)
-    return measured_alike and trains_alike(first.record, other.record)
+    changes = differences(first.record, other.record) if measured_alike else ()
+    return measured_alike and all(change.key == "seed" for change in changes)
 
 
 def _split(group: list[Run]) -> Iterator[list[Run]]:
@@ -140,7 +138,7 @@ def _split(group: list[Run]) -> Iterator[list[Run]]:
     if len({run.seed for run in group}) == len(group):
         yield group
         return
-    # A path that differs for the same content says nothing, and ``trains_alike`` has seen that
+    # A path that differs for the same content says nothing, and ``differences`` has seen that
     # model and data have the same content.
     keys = [key for key in varying_keys(group) if not within(key, ("model.path", "data"))]
     parts: dict[str, list[Run]] = {}

@@ -6,19 +6,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_rl.reporting.comparison.curves import (
-    Curve,
-    band_of,
-    pass_band,
-    run_curve,
-    smoothing_width,
-    variant_band,
-)
-from megatron_rl.reporting.comparison.drawing import draw_bands, style_of
-from megatron_rl.reporting.comparison.panels import panels_of
-from megatron_rl.reporting.comparison.scores import last_value
-from megatron_rl.reporting.metrics_file import moving_mean
-from tests.unit.reporting.comparison.made_runs import curve_rows, variants_in, write_run
+from megatron_rl.reporting.figure import Curve, curve_of, moving_mean, smoothing_width
+from megatron_rl.reporting.panels import OVER_K
+from tests.unit.report.made_runs import curve_rows, variants_in, write_run
+from tools.reporting.figures import band_of, draw_bands, draws_of, style_of, variant_band
+from tools.reporting.variants import Variant
 
 NAN = float("nan")
 ACCURACY = "eval/accuracy"
@@ -26,6 +18,10 @@ ACCURACY = "eval/accuracy"
 
 def same(found: np.ndarray, expected: list[float]) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def keys_of(variants: list[Variant]) -> list[str]:
+    return [panel.key for panel in draws_of(variants, 1)]
 
 
 def test_a_value_that_is_missing_or_null_is_a_gap(tmp_path):
@@ -38,10 +34,10 @@ def test_a_value_that_is_missing_or_null_is_a_gap(tmp_path):
     ]
     write_run(tmp_path / "a", rows)
     (variant,) = variants_in(tmp_path)
-    training = run_curve(variant.runs[0], "reward/mean")
+    training = curve_of(rows, "reward/mean")
     same(training.x, [1, 2, 3, 4])
     same(training.y, [1, NAN, NAN, 4])
-    held_out = run_curve(variant.runs[0], ACCURACY)  # most steps have no evaluation
+    held_out = curve_of(rows, ACCURACY)  # most steps have no evaluation
     same(held_out.x, [0, 2, 4])
     same(held_out.y, [0.1, NAN, 0.0])
     assert variant_band(variant, "rollout/entropy", 1) is None
@@ -70,14 +66,14 @@ def test_a_moving_mean_passes_over_gaps_and_keeps_them():
 def test_only_curves_of_training_are_smoothed(tmp_path):
     write_run(tmp_path / "a", curve_rows(1, 60), num_steps=60)
     variants = variants_in(tmp_path)
-    assert smoothing_width(variants) == 3
+    assert [smoothing_width(steps) for steps in (1, 60)] == [1, 3]
     reward = variant_band(variants[0], "reward/mean", 3)
     accuracy = variant_band(variants[0], ACCURACY, 3)
-    raw = run_curve(variants[0].runs[0], "reward/mean")
+    raw = curve_of(variants[0].runs[0].rows, "reward/mean")
     assert reward is not None and reward.raw is not None and accuracy is not None
     same(reward.raw.y, raw.y.tolist())
     assert reward.median[1] == pytest.approx(raw.y[:3].mean())
-    same(accuracy.median, run_curve(variants[0].runs[0], ACCURACY).y.tolist())
+    same(accuracy.median, curve_of(variants[0].runs[0].rows, ACCURACY).y.tolist())
     assert accuracy.raw is None
 
 
@@ -85,7 +81,7 @@ def test_pass_at_k_is_that_of_the_evaluation_after_the_training(tmp_path):
     rows = [{"step": 1, "eval/pass_at_1": 0.2, "eval/pass_at_4": 0.4}]
     run = write_run(tmp_path / "a", rows)
     (variant,) = variants_in(tmp_path)
-    band = pass_band(variant)
+    band = variant_band(variant, OVER_K, 1)
     assert band is not None
     assert (band.x.tolist(), band.median.tolist()) == ([1, 4], [0.2, 0.4])
     (run / "evaluation").mkdir()
@@ -94,25 +90,25 @@ def test_pass_at_k_is_that_of_the_evaluation_after_the_training(tmp_path):
         '{"step": 1, "eval/pass_at_1": 0.3, "eval/pass_at_8": 0.7, "eval_low/pass_at_8": 0.6}\n'
     )
     (variant,) = variants_in(tmp_path)
-    band = pass_band(variant)
+    band = variant_band(variant, OVER_K, 1)
     assert band is not None
     assert (band.x.tolist(), band.median.tolist()) == ([1, 8], [0.3, 0.7])
     # Over training too, for the k that it has.
     keys = ["eval/pass_at_1", "eval/pass_at_4", "eval/pass_at_8"]
-    assert [panel.key for panel in panels_of([variant])] == keys
-    curves = [run_curve(variant.runs[0], key) for key in keys]
+    assert keys_of([variant]) == [*keys, OVER_K]
+    curves = [curve_of(variant.runs[0].rows_of(key), key) for key in keys]
     assert [curve.x.tolist() for curve in curves] == [[0, 1], [1], [0, 1]]
     assert [curve.y.tolist() for curve in curves] == [[0.0, 0.3], [0.4], [0.1, 0.7]]
-    assert last_value(variant.runs[0], "eval/pass_at_8") == (1, 0.7)
+    assert variant.runs[0].last_value("eval/pass_at_8") == (1, 0.7)
     write_run(tmp_path / "a", [{"step": 1, "eval/pass_at_1": 0.2}])
     (run / "evaluation" / "metrics.jsonl").write_text('{"step": 1, "eval/pass_at_1": 0.3}\n')
     (variant,) = variants_in(tmp_path)
-    assert pass_band(variant) is None
+    assert variant_band(variant, OVER_K, 1) is None
 
 
 def test_panels_are_those_of_which_there_is_a_value(tmp_path):
     write_run(tmp_path / "a", [{"step": 1, "reward/mean": 1.0, "rollout/entropy": None}])
-    assert [panel.key for panel in panels_of(variants_in(tmp_path))] == ["reward/mean"]
+    assert keys_of(variants_in(tmp_path)) == ["reward/mean"]
 
 
 def test_panels_of_data_sources_and_of_some_k(tmp_path):
@@ -120,12 +116,13 @@ def test_panels_of_data_sources_and_of_some_k(tmp_path):
     row |= {ACCURACY: 0.5, "eval/accuracy/b": 0.1, "eval/accuracy/a/b": 0.2}
     row |= {"eval_low/accuracy/b": 0.0, "eval/pass_at_4/b": 0.3}
     write_run(tmp_path / "a", [{"step": 1, **row}])
-    keys = [panel.key for panel in panels_of(variants_in(tmp_path))]
+    keys = keys_of(variants_in(tmp_path))
     assert keys == [
         ACCURACY,
         "eval/accuracy/a/b",
         "eval/accuracy/b",
         *(f"eval/pass_at_{k}" for k in (1, 8, 32, 256)),
+        OVER_K,
     ]
 
 
@@ -140,11 +137,11 @@ def test_panels_that_would_say_nothing_are_left_out(tmp_path):
         "policy/clip_up_negative_share": 0.0,
     }
     run = write_run(tmp_path / "a", [row])
-    keys = [panel.key for panel in panels_of(variants_in(tmp_path))]
+    keys = keys_of(variants_in(tmp_path))
     assert keys == [ACCURACY, "reward/mean", "policy/clip_up_positive_share"]
     changed = {"reward/accuracy": 0.4, "eval/pass_at_1": 0.6, "policy/clip_up_negative_share": 0.1}
     write_run(run, [row | changed])
-    more = {panel.key for panel in panels_of(variants_in(tmp_path))}
+    more = set(keys_of(variants_in(tmp_path)))
     assert more - set(keys) == set(changed)
 
 

@@ -1,17 +1,13 @@
-"""The metrics that figures show, with heading and unit, and their drawings."""
+"""The metrics that figures show, with heading and unit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from megatron_rl.reporting.comparison.curves import pass_band, smoothing_width, variant_band
-from megatron_rl.reporting.comparison.drawing import Drawing, write_png
-from megatron_rl.reporting.comparison.runs import Run
-from megatron_rl.reporting.comparison.variants import Variant, all_runs
-from megatron_rl.reporting.metrics_file import PASS_AT, Row, is_held_out, pass_at_ks, read_metrics
+from megatron_rl.reporting.metrics_file import PASS_AT, Row, pass_at_ks
 
+OVER_K = "eval/pass_at_k"  # no key of a row: pass@k of one evaluation, over k
 SOURCES = "eval/accuracy/"
-_MAX_PASS_AT = 4  # panels; all of them are in the figure over k
+_MAX_PASS_AT = 4  # panels; all of them are in that over k
 
 HELD_OUT = "Held-out accuracy"
 PASS = "pass@k"
@@ -25,12 +21,13 @@ HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, _EXPLORATION, _CLIP, _SPEED)
 
 @dataclass(frozen=True)
 class Panel:
-    """A metric over the steps."""
+    """One set of axes: a metric over the steps, or ``OVER_K``."""
 
     key: str
     title: str
     label: str  # of the y axis, with the unit
-    heading: str  # the figure that it is part of
+    heading: str = ""  # the figure that it is part of
+    axis: str = "step"  # label of the x axis; ``step``, or one of powers of 2
 
 
 _ACCURACY = "share of responses"
@@ -64,51 +61,16 @@ PANELS = (
 _LEFT_OUT_IF_ZERO = ("policy/clip_down_positive_share", "policy/clip_up_negative_share")
 
 
-def drawings_of(variants: Sequence[Variant]) -> dict[str, list[Drawing]]:
-    """All that the runs have values for, by heading; pass@k over k is the last of its own."""
-    width = smoothing_width(variants)
-    drawings: dict[str, list[Drawing]] = {heading: [] for heading in HEADINGS}
-    for panel in panels_of(variants):
-        bands = [variant_band(variant, panel.key, width) for variant in variants]
-        drawing = Drawing(panel.title, panel.label, bands, is_held_out(panel.key))
-        drawings[panel.heading].append(drawing)
-    over_k = [pass_band(variant) for variant in variants]
-    if any(over_k):
-        title = "pass@k over k, last evaluation"
-        drawings[PASS].append(Drawing(title, _PROMPTS, over_k, True, "k (responses)"))
-    return drawings
+def panels_of(trained: Sequence[Row], later: Sequence[Row] = ()) -> list[Panel]:
+    """The panels of which some row has a value, in the order of ``HEADINGS``.
 
+    Accuracy of each data source and pass@k are added as the rows have them.
 
-def draw_curves(metrics_jsonl: Path, out: Path) -> None:
-    """Draws all curves of one run into ``out``, a PNG, named after the run's folder.
-
-    Raises:
-        ValueError: no metrics file, or nothing in it to draw.
+    Args:
+        later: rows of evaluations after the training. Of these only pass@k is drawn.
     """
-    rows = read_metrics(metrics_jsonl)
-    name = metrics_jsonl.resolve().parent.name
-    variants = [Variant(name, (Run(metrics_jsonl.parent, name, {}, {}, rows, [], True),))]
-    drawings = [each for group in drawings_of(variants).values() for each in group] if rows else []
-    if not drawings:
-        raise ValueError(
-            f"{metrics_jsonl}: has none of the metrics of the figure; let the run finish a step"
-        )
-    write_png(drawings, [name], out)
-
-
-def panels_of(variants: Sequence[Variant]) -> list[Panel]:
-    """The panels of which some run has a value, in the order of ``HEADINGS``.
-
-    Accuracy of each data source and pass@k are added as the runs have them.
-    """
-    trained: list[Row] = []
-    later: list[Row] = []
-    for run in all_runs(variants):
-        trained += run.rows
-        later += run.evaluation
     rows = [*trained, *later]
     present = {key for row in trained for key, value in row.items() if value is not None}
-    # Of an evaluation after the training only pass@k is drawn; all of it stands in a table.
     present |= {f"{PASS_AT}{k}" for k in pass_at_ks(later)}
     panels = [panel for panel in PANELS if panel.key in present]
     for key in sorted(key for key in present if key.startswith(SOURCES)):
@@ -116,6 +78,9 @@ def panels_of(variants: Sequence[Variant]) -> list[Panel]:
         panels.append(Panel(key, title, _ACCURACY, HELD_OUT))
     for k in some(pass_at_ks(rows)):
         panels.append(Panel(f"{PASS_AT}{k}", f"Held-out pass@{k}", _PROMPTS, PASS))
+    if any(len(pass_at_ks([row])) > 1 for row in rows):
+        title = "pass@k over k, last evaluation"
+        panels.append(Panel(OVER_K, title, _PROMPTS, PASS, "k (responses)"))
     panels = [panel for panel in panels if not _says_nothing(panel.key, rows)]
     return sorted(panels, key=lambda panel: HEADINGS.index(panel.heading))
 
@@ -125,10 +90,8 @@ def some(ks: Sequence[int]) -> list[int]:
 
     Example: 1, 2, 4, 8, 16, 32, 64 gives 1, 4, 16, 64: places 0, 2, 4 and 6.
     """
-    if len(ks) <= _MAX_PASS_AT:
-        return list(ks)
     gap = (len(ks) - 1) / (_MAX_PASS_AT - 1)
-    return [ks[round(number * gap)] for number in range(_MAX_PASS_AT)]
+    return sorted({ks[round(number * gap)] for number in range(_MAX_PASS_AT) if ks})
 
 
 def _says_nothing(key: str, rows: Sequence[Row]) -> bool:

@@ -8,34 +8,21 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from megatron_rl.reporting.comparison.scores import (
-    VariantScore,
-    compare,
-    cost,
-    course,
-    last_value,
-    score,
-    welch,
-)
-from megatron_rl.reporting.comparison.tables import course_table
-from megatron_rl.reporting.comparison.variants import Variant
-from tests.unit.reporting.comparison.made_runs import variants_in, write_run
-
-
-def scored(values: dict[int, float]) -> VariantScore:
-    floats = {seed: float(value) for seed, value in values.items()}
-    return VariantScore(floats, (10,))
+from megatron_rl.reporting.scores import compare, seed_columns
+from tests.unit.report.made_runs import variants_in, write_run
+from tools.reporting.tables import cost, course, course_table, score
+from tools.reporting.variants import Variant
 
 
 def test_a_paired_difference_of_three_seeds_by_hand():
-    variant = scored({1: 0.5, 2: 0.7, 3: 0.9, 7: 0.1})
-    baseline = scored({3: 0.6, 2: 0.5, 1: 0.4, 8: 0.9})
-    found = compare(variant, baseline)  # differences 0.1 0.2 0.3; seeds 7 and 8 have no partner
-    assert found.num_pairs == 3
-    assert found.interval.mean == pytest.approx(0.2)
+    variant = {1: 0.5, 2: 0.7, 3: 0.9, 7: 0.1}
+    baseline = {3: 0.6, 2: 0.5, 1: 0.4, 8: 0.9}
+    # Differences 0.1 0.2 0.3; seeds 7 and 8 have no partner.
+    num_pairs, interval, word = compare(variant, baseline)
+    assert (num_pairs, word) == (3, "not shown")
+    assert interval.mean == pytest.approx(0.2)
     half = 4.302653 * 0.1 / sqrt(3)  # the t of 2 degrees of freedom times the standard error
-    assert (found.interval.low, found.interval.high) == pytest.approx((0.2 - half, 0.2 + half))
-    assert found.word == "not shown"
+    assert (interval.low, interval.high) == pytest.approx((0.2 - half, 0.2 + half))
 
 
 @pytest.mark.parametrize(
@@ -49,23 +36,23 @@ def test_a_paired_difference_of_three_seeds_by_hand():
     ],
 )
 def test_the_word_is_decided_by_the_interval(differences, word):
-    variant = scored(dict(enumerate(differences)))
-    assert compare(variant, scored(dict.fromkeys(range(len(differences)), 0.0))).word == word
+    baseline = dict.fromkeys(range(len(differences)), 0.0)
+    assert compare(dict(enumerate(differences)), baseline)[2] == word
 
 
 def test_without_a_common_seed_means_are_compared():
     """Welch by hand: variances 1 / 3 and 2 / 2 of the means, -3 between them."""
-    found = compare(scored({1: 1, 2: 2, 3: 3}), scored({4: 4, 5: 6}))
-    assert found.num_pairs == 0
+    num_pairs, interval, _ = compare({1: 1.0, 2: 2.0, 3: 3.0}, {4: 4.0, 5: 6.0})
+    assert num_pairs == 0
     freedom = (1 / 3 + 1) ** 2 / ((1 / 3) ** 2 / 2 + 1)
     half = stats.t.ppf(0.975, freedom) * sqrt(1 / 3 + 1)
-    assert (found.interval.low, found.interval.high) == pytest.approx((-3 - half, -3 + half))
-    assert found.interval.mean == -3
+    assert (interval.low, interval.high) == pytest.approx((-3 - half, -3 + half))
+    assert interval.mean == -3
 
 
 def test_one_value_on_a_side_says_nothing_about_spread():
-    assert (welch([1.0], [2.0, 3.0]).low, welch([1.0], [2.0, 3.0]).high) == (-inf, inf)
-    assert compare(scored({1: 1}), scored({2: 2, 3: 3})).word == "not shown (one seed)"
+    _, interval, word = compare({1: 1.0}, {2: 2.0, 3: 3.0})
+    assert (interval.low, interval.high, word) == (-inf, inf, "not shown (one seed)")
 
 
 def rows(accuracies: dict[int, float | None], rewards: dict[int, float] | None = None) -> list:
@@ -90,25 +77,25 @@ def test_the_last_values_of_a_variant(tmp_path):
     write_run(tmp_path / "a", rows({0: 0.1, 5: 0.6, 10: 0.4}), seed=1)
     write_run(tmp_path / "b", rows({0: 0.2, 5: 0.5, 8: 0.9, 10: 0.6}), seed=2)
     found = score(only_variant(tmp_path), "eval/accuracy")
-    assert found is not None
-    assert (found.values, found.steps) == ({1: 0.4, 2: 0.6}, (10,))
-    assert found.mean == pytest.approx(0.5)
-    assert found.interval.high - 0.5 == pytest.approx(12.7062 * 0.1, abs=1e-4)
+    assert found == ({1: 0.4, 2: 0.6}, [10])
+    (columns,) = seed_columns([found[0]])
+    # Student with one degree of freedom: 12.7062 times the error of the mean, 0.1.
+    assert columns["mean"] == "0.500" and columns["95 % of the mean"] == "-0.771 to 1.771"
 
 
 def test_a_metric_of_training_is_the_mean_of_its_last_ten_steps(tmp_path):
     rewards = {step: float(step) for step in range(1, 21)}
     write_run(tmp_path / "a", rows({}, rewards))
     (run,) = only_variant(tmp_path).runs
-    assert last_value(run, "reward/mean") == (20, 15.5)
-    assert last_value(run, "rollout/entropy") is None
+    assert run.last_value("reward/mean") == (20, 15.5)
+    assert run.last_value("rollout/entropy") is None
 
 
 def test_a_last_value_that_was_not_finite_does_not_count(tmp_path):
     write_run(tmp_path / "a", rows({0: 0.1, 10: None}), seed=1)
     write_run(tmp_path / "b", rows({0: 0.2, 10: 0.6}), seed=2)
     found = score(only_variant(tmp_path), "eval/accuracy")
-    assert found is not None and found.values == {2: 0.6}
+    assert found == ({2: 0.6}, [10])
 
 
 def test_unfinished_runs_and_repeated_seeds(tmp_path):
@@ -117,7 +104,7 @@ def test_unfinished_runs_and_repeated_seeds(tmp_path):
     write_run(tmp_path / "c", rows({20: 0.8}), seed=2)
     write_run(tmp_path / "d", rows({10: 0.0}), seed=3, finished=False)
     found = score(only_variant(tmp_path), "eval/accuracy")
-    assert found is not None and found.values == {1: pytest.approx(0.3), 2: 0.8}
+    assert found[0] == {1: pytest.approx(0.3), 2: 0.8}
 
 
 def test_the_course_of_a_run_by_hand(tmp_path):

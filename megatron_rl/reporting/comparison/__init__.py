@@ -1,1 +1,0 @@
-"""Several runs side by side: variants of equal settings, their differences, curves and samples."""

@@ -1,1 +1,0 @@
-"""``python -m megatron_rl.watch``: a run in the terminal."""
