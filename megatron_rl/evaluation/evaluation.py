@@ -104,8 +104,8 @@ class EvaluationFolder:
         folder = self.path / RESPONSES
         for step, weights in steps_there(folder).items():
             if step not in self._rows:
-                judged = AnswerFile(folder, step, weights).judged()
-                self._rows[step] = {"step": step, **detailed_metrics(judged, self.pass_at)}
+                scored = AnswerFile(folder, step, weights).scored()
+                self._rows[step] = {"step": step, **detailed_metrics(scored, self.pass_at)}
         rows = [self._rows[step] for step in sorted(self._rows)]
         with disk.room_for(self.path, 0, "the metrics"):
             replace_text(self.path / METRICS, "".join(map(metrics_line, rows)))
@@ -164,7 +164,7 @@ def evaluate(
     if left:
         multimodal = multimodal_config(prompts, vision)
         engine = build_engine(config, left[0][0], multimodal, world, display)
-        asking = Asking(
+        evaluation_run = EvaluationRun(
             config=config,
             sampling=evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id)),
             engine=engine,
@@ -175,7 +175,7 @@ def evaluate(
             display=display,
         )
         for weights, some in left:
-            asking.ask(weights, some)
+            evaluation_run.ask(weights, some)
     # Also of what a killed evaluation has left.
     rows = world.from_main(lambda: finished(folder, evaluation.weights))
     return f"{evaluation_table(rows)}\nfinished: {folder.path} ({METRICS}, responses/)"
@@ -223,7 +223,7 @@ def load_weights(
 
 
 @dataclass
-class Asking:
+class EvaluationRun:
     """One engine that is given weights and asked prompts."""
 
     config: Config

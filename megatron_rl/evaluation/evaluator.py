@@ -9,7 +9,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import CATEGORIES
 from megatron_rl.data.reading import Data
 from megatron_rl.loss import Method
-from megatron_rl.reporting.evaluation import Judged, evaluation_metrics
+from megatron_rl.reporting.evaluation import ScoredResponses, evaluation_metrics
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.demonstrations import without_demonstrations
 from megatron_rl.rollouts.rollouts import Rollouts
@@ -47,7 +47,7 @@ class Evaluator:
         what = "held-out evaluation"
         responses = self.sampler.run(self.prompts, self.sampling, what)
         excluded_share(responses.scores, self.config.reward.max_excluded_share, what)
-        return evaluation_metrics(judged(responses), self.config.evaluation.pass_at)
+        return evaluation_metrics(scored(responses), self.config.evaluation.pass_at)
 
 
 def build_evaluator(
@@ -60,10 +60,10 @@ def build_evaluator(
     return Evaluator(config, sampler, prompts, evaluation_sampling(config, stop_ids))
 
 
-def judged(responses: Responses) -> Judged:
+def scored(responses: Responses) -> ScoredResponses:
     """The columns from which the metrics of an evaluation are computed."""
     scores = responses.scores
-    return Judged(
+    return ScoredResponses(
         group_ids=responses.group_ids,
         data_sources=[prompt.data_source for prompt in responses.prompts],
         correct=np.array([score.correct for score in scores], dtype=bool),

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from megatron_rl.checkpoints.directory import PARTIAL, step_of, step_path, to_disk
 from megatron_rl.errors import concerning
-from megatron_rl.reporting.evaluation import Judged
+from megatron_rl.reporting.evaluation import ScoredResponses
 from megatron_rl.runtime import disk
 
 SCHEMA = pa.schema(
@@ -39,7 +39,7 @@ SCHEMA = pa.schema(
 )
 _WEIGHTS = b"weights"
 _TEXTS = ("prompt", "answer", "response")
-_JUDGED = [name for name in SCHEMA.names if name not in (*_TEXTS, "step", "number")]
+_SCORED = [name for name in SCHEMA.names if name not in (*_TEXTS, "step", "number")]
 _SUFFIX = ".parquet"
 
 AnswerRow = Mapping[str, Any]  # a value for each column of SCHEMA
@@ -99,15 +99,15 @@ class AnswerFile:
             self._write(self.path, tables)
         shutil.rmtree(self._parts, ignore_errors=True)
 
-    def judged(self) -> Judged:
+    def scored(self) -> ScoredResponses:
         """The columns that metrics are computed from; extracted answers are the only texts."""
-        table = _opened(self.path).read(_JUDGED)
+        table = _opened(self.path).read(_SCORED)
         values = table.to_pydict()
         # Prompts are numbered as they come: uids b, b, a, a give group_ids 0, 0, 1, 1.
         numbers: dict[str, int] = {}
         for uid in values["uid"]:
             numbers.setdefault(uid, len(numbers))
-        return Judged(
+        return ScoredResponses(
             group_ids=np.array([numbers[uid] for uid in values["uid"]], dtype=np.int64),
             data_sources=values["data_source"],
             correct=np.array(values["correct"], dtype=bool),

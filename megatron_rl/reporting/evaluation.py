@@ -27,10 +27,10 @@ _SPREAD = r"eval/accuracy_std_of_(\d+)_runs"
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredResponses:
     """Scored responses to held-out prompts, one row each, in canonical (prompt, response) order.
 
-    Example, two responses to one prompt: ``Judged(np.array([0, 0]), ["gsm8k", "gsm8k"],
+    Example, two responses to one prompt: ``ScoredResponses(np.array([0, 0]), ["gsm8k", "gsm8k"],
     np.array([True, False]), np.array([1.0, 0.0]), np.array([5, 7]), np.array([False, False]),
     ["12", "13"], np.array([True, True]), [["level=1"], ["level=1"]])``.
     """
@@ -46,7 +46,7 @@ class Judged:
     has_verdict: Bool[np.ndarray, " rows"]
     categories: Sequence[Sequence[str]]  # those of the prompt, ``data.columns.categories``
 
-    def parts(self) -> dict[str, Judged]:
+    def parts(self) -> dict[str, ScoredResponses]:
         """The rows of each data source, where there are several, and of each category, by name.
 
         A prompt of several categories is in each of them. Those of several sources are apart:
@@ -64,16 +64,16 @@ class Judged:
         return {name: self._take(rows[name]) for name in sorted(rows)}
 
     @property
-    def with_verdict(self) -> Judged:
+    def with_verdict(self) -> ScoredResponses:
         """The rows that have one."""
         return self._take(np.flatnonzero(self.has_verdict).tolist())
 
-    def _take(self, rows: list[int]) -> Judged:
+    def _take(self, rows: list[int]) -> ScoredResponses:
         # Numbered anew without gaps, since ``bincount`` would count a missing number as a prompt
         # without responses: 1, 1, 4, 4 become 0, 0, 1, 1.
         _, group_ids = np.unique(self.group_ids[rows], return_inverse=True)
         columns = (self.correct, self.rewards, self.lengths, self.truncated)
-        return Judged(
+        return ScoredResponses(
             group_ids,
             [self.data_sources[row] for row in rows],
             *(column[rows] for column in columns),
@@ -83,17 +83,17 @@ class Judged:
         )
 
 
-def evaluation_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+def evaluation_metrics(scored: ScoredResponses, pass_at: Sequence[int]) -> Metrics:
     """The ``eval/`` row of a run: ``_overall_metrics``, and the accuracy of each of the parts."""
-    metrics = _overall_metrics(judged, pass_at)
-    for name, part in judged.parts().items():
+    metrics = _overall_metrics(scored, pass_at)
+    for name, part in scored.parts().items():
         correct = part.with_verdict.correct.tolist()
         if correct:
             metrics[f"eval/accuracy/{name}"] = fmean(correct)
     return metrics
 
 
-def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+def _overall_metrics(scored: ScoredResponses, pass_at: Sequence[int]) -> Metrics:
     """Accuracy (mean over responses: avg@n), mean reward, length in tokens, truncated share, pass@k
     (unbiased, mean over prompts) and, of several responses a prompt, maj@n where answers were
     extracted (``majority_is_right``, mean over prompts). Responses without a verdict count in
@@ -103,14 +103,14 @@ def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
         ValueError: a k is above the number of responses.
     """
     metrics = {}
-    if not judged.has_verdict.all():
-        metrics["eval/excluded_share"] = fmean((~judged.has_verdict).tolist())
-    if judged.has_verdict.any():
-        metrics["eval/accuracy"] = fmean(judged.with_verdict.correct.tolist())
-        metrics["eval/reward_mean"] = fmean(judged.with_verdict.rewards.tolist())
-    metrics["eval/response_tokens_mean"] = fmean(judged.lengths.tolist())
-    metrics["eval/truncated_share"] = fmean(judged.truncated.tolist())
-    for key, values in _of_prompts(judged, pass_at).items():
+    if not scored.has_verdict.all():
+        metrics["eval/excluded_share"] = fmean((~scored.has_verdict).tolist())
+    if scored.has_verdict.any():
+        metrics["eval/accuracy"] = fmean(scored.with_verdict.correct.tolist())
+        metrics["eval/reward_mean"] = fmean(scored.with_verdict.rewards.tolist())
+    metrics["eval/response_tokens_mean"] = fmean(scored.lengths.tolist())
+    metrics["eval/truncated_share"] = fmean(scored.truncated.tolist())
+    for key, values in _of_prompts(scored, pass_at).items():
         # Accuracy is the mean over responses, as above; that of the means over prompts may differ
         # in its last bit, and is another number where prompts have unequal numbers of responses.
         if key != "eval/accuracy":
@@ -118,54 +118,54 @@ def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     return metrics
 
 
-def detailed_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+def detailed_metrics(scored: ScoredResponses, pass_at: Sequence[int]) -> Metrics:
     """``evaluation_metrics``, all of it also of each of the parts (``eval/pass_at_8/gsm8k``), the
     spread over runs (``_spread_of_runs``), and the bounds of accuracy, pass@k and maj@n:
     ``eval_low/accuracy`` and ``eval_high/accuracy`` hold it with 95 % (Student's t, of prompts)."""
-    metrics = evaluation_metrics(judged, pass_at) | _only_alone(judged, pass_at)
-    for name, part in judged.parts().items():
+    metrics = evaluation_metrics(scored, pass_at) | _only_alone(scored, pass_at)
+    for name, part in scored.parts().items():
         values = _overall_metrics(part, pass_at) | _only_alone(part, pass_at)
         metrics |= {f"{key}/{name}": value for key, value in values.items()}
     return metrics
 
 
-def _only_alone(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+def _only_alone(scored: ScoredResponses, pass_at: Sequence[int]) -> Metrics:
     """What ``detailed_metrics`` adds."""
-    return _spread_of_runs(judged) | _bounds(judged, pass_at)
+    return _spread_of_runs(scored) | _bounds(scored, pass_at)
 
 
-def _spread_of_runs(judged: Judged) -> Metrics:
+def _spread_of_runs(scored: ScoredResponses) -> Metrics:
     """``eval/accuracy_std_of_N_runs``: the sample standard deviation of the accuracies of N runs.
 
     The first responses to all prompts are one run, the second ones the next: of N responses to a
     prompt each the accuracy over all of them is the mean of N runs, avg@N. Nothing where a prompt
     has a number of responses of its own, or a response no verdict.
     """
-    sizes = np.bincount(judged.group_ids)
+    sizes = np.bincount(scored.group_ids)
     num_runs = int(sizes.max())
-    if num_runs == 1 or (sizes != num_runs).any() or not judged.has_verdict.all():
+    if num_runs == 1 or (sizes != num_runs).any() or not scored.has_verdict.all():
         return {}
     # Rows are in order of (prompt, response): [p0 r0, p0 r1, p1 r0, p1 r1] to a row a prompt.
-    runs = judged.correct.reshape(-1, num_runs).mean(axis=0)
+    runs = scored.correct.reshape(-1, num_runs).mean(axis=0)
     return {f"eval/accuracy_std_of_{num_runs}_runs": float(runs.std(ddof=1))}
 
 
-def _bounds(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+def _bounds(scored: ScoredResponses, pass_at: Sequence[int]) -> Metrics:
     bounds = {}
-    for key, values in _of_prompts(judged, pass_at).items():
+    for key, values in _of_prompts(scored, pass_at).items():
         interval = student(values)  # of shares: it may leave 0 to 1, which they do not
         bounds[key.replace("eval/", LOW, 1)] = max(interval.low, 0.0)
         bounds[key.replace("eval/", HIGH, 1)] = min(interval.high, 1.0)
     return bounds
 
 
-def _of_prompts(judged: Judged, pass_at: Sequence[int]) -> dict[str, list[float]]:
+def _of_prompts(scored: ScoredResponses, pass_at: Sequence[int]) -> dict[str, list[float]]:
     """The values of which a metric is the mean over prompts, one a prompt that has it."""
-    sampled = np.bincount(judged.group_ids).tolist()
+    sampled = np.bincount(scored.group_ids).tolist()
     # With weights bincount sums floats; small counts are exact in them.
-    sizes = np.bincount(judged.group_ids, judged.has_verdict).astype(int).tolist()
-    is_right = judged.correct & judged.has_verdict
-    num_correct = np.bincount(judged.group_ids, is_right).astype(int).tolist()
+    sizes = np.bincount(scored.group_ids, scored.has_verdict).astype(int).tolist()
+    is_right = scored.correct & scored.has_verdict
+    num_correct = np.bincount(scored.group_ids, is_right).astype(int).tolist()
     counts = list(zip(sampled, sizes, num_correct, strict=True))
     values = {"eval/accuracy": [right / size for _, size, right in counts if size]}
     for k in pass_at:
@@ -175,7 +175,7 @@ def _of_prompts(judged: Judged, pass_at: Sequence[int]) -> dict[str, list[float]
             if size >= min(k, asked)  # k above what was asked is refused there
         ]
     if max(sampled) > 1:
-        values[f"eval/maj_at_{max(sampled)}"] = _majorities(judged.with_verdict)
+        values[f"eval/maj_at_{max(sampled)}"] = _majorities(scored.with_verdict)
     return {key: of_prompts for key, of_prompts in values.items() if of_prompts}
 
 
@@ -201,11 +201,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def _majorities(judged: Judged) -> list[float]:
+def _majorities(scored: ScoredResponses) -> list[float]:
     """1 or 0 of each prompt whose responses have votes."""
     groups: dict[int, list[tuple[str | None, bool]]] = {}
-    responses = zip(judged.extracted, judged.correct.tolist(), strict=True)
-    for group, response in zip(judged.group_ids.tolist(), responses, strict=True):
+    responses = zip(scored.extracted, scored.correct.tolist(), strict=True)
+    for group, response in zip(scored.group_ids.tolist(), responses, strict=True):
         groups.setdefault(group, []).append(response)
     found = [majority_is_right(*zip(*rows, strict=True)) for rows in groups.values()]
     return [float(is_right) for is_right in found if is_right is not None]
@@ -224,7 +224,7 @@ def majority_is_right(extracted: Sequence[str | None], correct: Sequence[bool]) 
     if not votes:
         return None if None in extracted else False
     winner = max(votes, key=votes.__getitem__)  # of equals the first, as they were counted
-    # Equal texts are equal answers (``rewards.base.Verdict``) and judged alike: the first of them
+    # Equal texts are equal answers (``rewards.base.Verdict``) and scored alike: the first of them
     # stands for all.
     return correct[extracted.index(winner)]
 

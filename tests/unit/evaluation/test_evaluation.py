@@ -14,9 +14,9 @@ from megatron_rl.config.cli.command_line import Root, root_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
-from megatron_rl.evaluation.evaluation import Asking, EvaluationFolder
+from megatron_rl.evaluation.evaluation import EvaluationFolder, EvaluationRun
 from megatron_rl.evaluation.evaluation_source import Weights, differences, find_evaluation
-from megatron_rl.evaluation.evaluator import judged
+from megatron_rl.evaluation.evaluator import scored
 from megatron_rl.reporting.evaluation import detailed_metrics
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.types import Sampling
@@ -166,12 +166,12 @@ def test_the_folder_of_a_run_is_no_place_for_an_evaluation(folder, tmp_path):
         folder.prepare(record(), [Weights(20, tmp_path)], "launch")
 
 
-def asking(folder: EvaluationFolder, portion: int | None, model: Path) -> Asking:
+def evaluation_run(folder: EvaluationFolder, portion: int | None, model: Path) -> EvaluationRun:
     """The bandit, as it was built: with the weights of its model."""
     engine = BanditEngine()
     engine.capacity = 3
     values = compose("config", [f"model.path={model}", "data.train=[]", "data.eval=e"])
-    return Asking(
+    return EvaluationRun(
         config=validate(Config, values, "test"),
         sampling=SAMPLING,
         engine=engine,
@@ -188,14 +188,14 @@ def test_portions_change_nothing_and_metrics_are_those_of_the_trainer(tmp_path):
     found = []
     for portion in (None, 1, 3, 100):
         folder = EvaluationFolder(tmp_path / f"by {portion}", (1, 4))
-        at_work = asking(folder, portion, tmp_path)
+        at_work = evaluation_run(folder, portion, tmp_path)
         at_work.ask(weights, prompts(8))
         found.append(pq.read_table(folder.file(weights).path))
         text = (folder.path / "metrics.jsonl").read_text("utf-8")
         rows = [json.loads(line) for line in text.splitlines()]
         # As an evaluation of a run asks: all at once.
         whole = at_work.sampler.run(prompts(8), SAMPLING, "test")
-        assert rows == [{"step": 0, **detailed_metrics(judged(whole), (1, 4))}]
+        assert rows == [{"step": 0, **detailed_metrics(scored(whole), (1, 4))}]
     assert all(table.equals(found[0]) for table in found)
     assert found[0].num_rows == 32
     assert found[0].column("number").to_pylist() == [0, 1, 2, 3] * 8
@@ -204,8 +204,8 @@ def test_portions_change_nothing_and_metrics_are_those_of_the_trainer(tmp_path):
 def test_after_a_kill_only_what_is_missing_is_asked(folder, tmp_path):
     weights = Weights(0, tmp_path)
     everything = EvaluationFolder(tmp_path / "whole", (1, 4))
-    asking(everything, 3, tmp_path).ask(weights, prompts(8))
-    killed = asking(folder, 3, tmp_path)
+    evaluation_run(everything, 3, tmp_path).ask(weights, prompts(8))
+    killed = evaluation_run(folder, 3, tmp_path)
     sample = killed.sampler.run
     calls = []
 
@@ -220,7 +220,7 @@ def test_after_a_kill_only_what_is_missing_is_asked(folder, tmp_path):
         killed.ask(weights, prompts(8))
     (answered,) = folder.prepare(record(), [weights], "launch")
     assert answered == {f"p{number}" for number in range(6)}
-    again = asking(folder, 3, tmp_path)
+    again = evaluation_run(folder, 3, tmp_path)
     again.ask(weights, prompts(8)[6:])
     assert {uid for uid, _ in again.engine.begun} == {"p6", "p7"}
     first, second = (pq.read_table(each.file(weights).path) for each in (everything, folder))

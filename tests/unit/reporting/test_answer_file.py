@@ -43,14 +43,14 @@ def test_portions_become_one_file_in_their_order(tmp_path):
         rows("b:1", True, False) + rows("b:2", True, True) + rows("a:1", False, False, False)
     )
     assert pq.read_table(file.path).to_pylist() == everything
-    judged = file.judged()
-    assert judged.group_ids.tolist() == [0, 0, 1, 1, 2, 2, 2]
-    assert judged.correct.tolist() == [True, False, True, True, False, False, False]
-    assert judged.lengths.tolist() == [2, 3, 2, 3, 2, 3, 4]
-    assert judged.extracted == ["7", "8", "7", "7", "8", "8", "8"]
-    assert judged.has_verdict.tolist() == [True] * 6 + [False]
-    assert judged.categories[0] == ["level=1", "of=b"]
-    assert list(judged.parts()) == ["level=1", "of=a", "of=b"]
+    scored = file.scored()
+    assert scored.group_ids.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert scored.correct.tolist() == [True, False, True, True, False, False, False]
+    assert scored.lengths.tolist() == [2, 3, 2, 3, 2, 3, 4]
+    assert scored.extracted == ["7", "8", "7", "7", "8", "8", "8"]
+    assert scored.has_verdict.tolist() == [True] * 6 + [False]
+    assert scored.categories[0] == ["level=1", "of=b"]
+    assert list(scored.parts()) == ["level=1", "of=a", "of=b"]
     assert steps_there(tmp_path) == {20: "digest"}
     file.finish()  # nothing is left to do
     assert pq.read_table(file.path).num_rows == 7
@@ -70,7 +70,7 @@ def test_what_a_kill_cuts_off_is_not_there(tmp_path):
     assert again.answered() == {"a:1"}
     again.add([rows("a:2", False)])
     again.finish()
-    assert again.judged().correct.tolist() == [True, False]
+    assert again.scored().correct.tolist() == [True, False]
 
 
 def test_answers_of_other_weights_and_damaged_files_are_refused(tmp_path):
