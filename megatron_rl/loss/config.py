@@ -37,6 +37,7 @@ from megatron_rl.loss.per_token import (  # noqa: F401 (decorators fill the tabl
 from megatron_rl.loss.per_token.entropy_anchor import EntropyAnchor
 from megatron_rl.loss.per_token.perception import Perception
 from megatron_rl.loss.per_token.self_reward import SelfReward
+from megatron_rl.loss.per_token.terms import LossTerm
 
 Estimator = Annotated[SerializeAsAny[Named], by_name(ESTIMATORS)]
 Shaping = Annotated[dict[str, SerializeAsAny[Named]], by_key(SHAPERS)]
@@ -153,10 +154,9 @@ class MethodConfig(Piece):
     eps: NonNegativeFloat = 1e-6  # added to the std
 
     @property
-    def extra_terms(self) -> dict[str, EntropyAnchor | SelfReward | Perception]:
+    def extra_terms(self) -> dict[str, LossTerm]:
         """What is added to the loss beside policy, KL and entropy, by its key."""
-        keys = ("entropy_anchor", "self_reward", "perception")
-        return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return {key: value for key, value in self if isinstance(value, LossTerm)}
 
     @property
     def min_group(self) -> int:

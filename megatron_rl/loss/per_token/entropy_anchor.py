@@ -1,16 +1,15 @@
 """A pull of the entropy of uncertain tokens to what it was at the start of the run."""
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Float
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from megatron_rl.knobs import Piece
 from megatron_rl.loss.batch import LossOutput
 from megatron_rl.loss.per_token.aggregate import weighted_sum
-from megatron_rl.loss.per_token.terms import Terms
+from megatron_rl.loss.per_token.terms import LossTerm, Terms
 from megatron_rl.loss.shapes import PerToken, Scalar, TokenMask
 from megatron_rl.loss.whole_responses import quantile_place
 
@@ -43,7 +42,7 @@ def find_peaks(entropies: PerToken, quantile: float) -> Peaks:
     return Peaks(threshold, len(ordered) - first, ordered[first:].mean().item())
 
 
-class EntropyAnchor(Piece):
+class EntropyAnchor(LossTerm):
     """loss += coef (m - anchor)^2, m the mean entropy of the nucleus over the peaks of a minibatch.
 
     The nucleus is the most likely tokens that reach the probability ``top_p``; at peaks its entropy
@@ -51,7 +50,7 @@ class EntropyAnchor(Piece):
     Source: SIREN (arXiv 2509.25133).
     """
 
-    reads: ClassVar = ("nucleus_entropy", "peaks")
+    reads = ("nucleus_entropy", "peaks")
 
     coef: NonNegativeFloat = 0.005
     quantile: Annotated[float, Field(ge=0, le=1)] = 0.8

@@ -1,19 +1,18 @@
 """A pull of the policy away from what it would say of an image that is mostly hidden."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from megatron_rl.knobs import Piece
 from megatron_rl.loss.batch import LossOutput
 from megatron_rl.loss.per_token.aggregate import weighted_sum
-from megatron_rl.loss.per_token.terms import Terms
+from megatron_rl.loss.per_token.terms import LossTerm, Terms
 from megatron_rl.loss.shapes import PerToken
 
 
-class Perception(Piece):
+class Perception(LossTerm):
     """loss += -gamma KL(policy, policy given the masked image) + eta H + eta_masked H_masked.
 
     H = -logprobs and H_masked = -masked_logprobs stand for the two entropies. Each patch of an
@@ -22,7 +21,7 @@ class Perception(Piece):
     Source: PAPO (arXiv 2507.06448) eq. 2, its released code.
     """
 
-    reads: ClassVar = ("masked_logprobs",)
+    reads = ("masked_logprobs",)
 
     gamma: NonNegativeFloat = 0.02
     eta: NonNegativeFloat = 0.05

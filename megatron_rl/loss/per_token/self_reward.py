@@ -1,19 +1,16 @@
 """A reward that the policy gives itself, by one token after a response, taught by verdicts."""
 
-from typing import ClassVar
-
 import torch
 from jaxtyping import Bool, Float
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from megatron_rl.knobs import Piece
 from megatron_rl.loss.batch import LossOutput
-from megatron_rl.loss.per_token.terms import Terms
+from megatron_rl.loss.per_token.terms import LossTerm, Terms
 from megatron_rl.loss.shapes import PerResponse, ResponseFlags, Scalar
 
 
-class SelfReward(Piece):
+class SelfReward(LossTerm):
     """loss += alpha mean over responses w_i (r_s - correct)^2.
 
     r_s = beta (logprob of the token ``token_id`` after the response - its mean at the run's start);
@@ -22,7 +19,7 @@ class SelfReward(Piece):
     Source: LaSeR (arXiv 2510.14943), its released run.
     """
 
-    reads: ClassVar = ("end_logprobs", "end_index", "end_start", "was_cut")
+    reads = ("end_logprobs", "end_index", "end_start", "was_cut")
 
     token_id: NonNegativeInt
     alpha: NonNegativeFloat = 0.1

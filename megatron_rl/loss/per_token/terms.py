@@ -1,12 +1,15 @@
 """What policy losses, aggregations and corrections read: the tokens of one micro-batch."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_rl.loss.batch import TokenBatch, given
+from megatron_rl.knobs import Piece
+from megatron_rl.loss.batch import LossOutput, TokenBatch, given
 from megatron_rl.loss.segments import lifted
 from megatron_rl.loss.shapes import (
     PerToken,
@@ -112,6 +115,16 @@ class Terms:
         """Contribution to the mean over the loss tokens of the minibatch, detached."""
         kept = values.detach().to(self.dtype).masked_fill(~self.loss_mask, 0)
         return kept.sum() / max(self.num_tokens, 1)
+
+
+class LossTerm(Piece, ABC):
+    """What a section of the method adds to the loss beside policy, KL and entropy."""
+
+    reads: ClassVar[tuple[str, ...]] = ()  # columns
+
+    @abstractmethod
+    def term(self, terms: Terms, weights: PerToken) -> LossOutput:
+        """Its part of the minibatch loss, and metrics; ``weights``: those of ``aggregate``."""
 
 
 def terms_of(
