@@ -124,7 +124,7 @@ def test_the_log_is_newest_first():
     assert all(re.fullmatch(r"20\d\d-\d\d-\d\d", date) for date in dates)
 
 
-def test_pages_of_rooms_can_be_read_at_one_go():
+def test_pages_of_packages_can_be_read_at_one_go():
     pages = [*(REPO / "megatron_rl").rglob("README.md"), REPO / ".github/CONTRIBUTING.md"]
     lengths = {str(page.relative_to(REPO)): len(page.read_text().splitlines()) for page in pages}
     assert len(lengths) >= 7
