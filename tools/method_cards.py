@@ -177,6 +177,7 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
             "is_argmax": correct,
             "later_turns": torch.zeros(8, dtype=torch.int64),
             "turn_advantages": ones,
+            "relative_place": ones,
             "nucleus_entropy": ones,
             "masked_logprobs": -2 * ones,
             "token_place": torch.arange(8),

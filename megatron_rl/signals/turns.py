@@ -1,4 +1,5 @@
-"""The turns of responses: which follow, and how good each was beside others in its state."""
+"""The turns of responses: which follow, and how good each was beside others in its state; and where
+tokens stand."""
 
 import hashlib
 from typing import NamedTuple
@@ -46,6 +47,23 @@ class LaterTurns(Signal):
     def after_rollout(self, view: StepView) -> Columns:
         count, turn, row, _ = turns_of(view)
         return {"later_turns": count[row] - 1 - turn}
+
+
+@register_signal
+class RelativePlace(Signal):
+    """``relative_place``: t / L, the sampled tokens of its response before a token over all."""
+
+    about = "where each token stands in its response"
+    token_columns = ("relative_place",)
+    over_turns = True
+
+    def after_rollout(self, view: StepView) -> Columns:
+        row, sampled = view.local.batch.response_index, view.loss_mask.double()
+        length = torch.zeros(view.local.batch.num_responses, dtype=sampled.dtype)
+        length.index_add_(0, row, sampled)
+        above = length.cumsum(0) - length  # tokens of the rows above
+        before = sampled.cumsum(0) - sampled - above[row]
+        return {"relative_place": (before / length[row].clamp(min=1)).float()}
 
 
 @register_signal

@@ -159,6 +159,15 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("zscore(returns, groups, 1e-6, 1)", "zscore(rewards, groups, 1e-6, 1)"),
         ("segments_of(states)", "segments_of(later)"),
     ],
+    ("token_advantages", "position_bonus"): [
+        ("advantages.sign() * torch.minimum(bonus", "torch.minimum(bonus"),
+        ("torch.minimum(bonus", "torch.maximum(bonus"),
+        ("(bonus, advantages.abs() / 2)", "(bonus, advantages.abs())"),
+        ("(relative_place - 0.5)", "(0.5 - relative_place)"),
+        ("(relative_place - 0.5)", "relative_place"),
+        ("alpha * torch.sigmoid", "torch.sigmoid"),
+        ("steepness: PositiveFloat = 15.0", "steepness: PositiveFloat = 5.0"),
+    ],
     ("token_advantages", "entropy_bonus"): [
         ("advantages.abs() / kappa", "advantages / kappa"),
         ("advantages.abs() / kappa", "advantages.abs() * kappa"),

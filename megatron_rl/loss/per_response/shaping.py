@@ -22,8 +22,9 @@ from megatron_rl.loss.shapes import (
     Scalar,
     TokenIndex,
 )
+from megatron_rl.loss.whole_responses import WholeResponses
 
-EasyForm = Literal["paper", "released"]
+Form = Literal["paper", "released"]
 ROUNDING = 1e-9  # share * tokens that is whole but for its last bit is not rounded up
 
 
@@ -59,7 +60,7 @@ def stcr(
 
 @shaper
 def ddas(
-    advantages: PerResponse, share: PerResponse, omega: Scalar, *, easy_form: EasyForm = "paper"
+    advantages: PerResponse, share: PerResponse, omega: Scalar, *, easy_form: Form = "paper"
 ) -> PerResponse:
     """omega/2 A / sqrt(p) + (1 - omega)/2 A / sqrt(1 - p); unchanged where p is 0 or 1.
 
@@ -102,7 +103,7 @@ def hard_focused(advantages: PerResponse, share: PerResponse) -> PerResponse:
 
 @shaper
 def easy_focused(
-    advantages: PerResponse, share: PerResponse, *, easy_form: EasyForm = "paper"
+    advantages: PerResponse, share: PerResponse, *, easy_form: Form = "paper"
 ) -> PerResponse:
     """0.5 A / sqrt(1 - p); unchanged where p is 0 or 1.
 
@@ -154,6 +155,36 @@ def given_scale(
     before the step (1).
     """
     return torch.where(is_demonstration, scale * advantages, advantages)
+
+
+@shaper
+def perplexity(
+    advantages: PerResponse,
+    mean_logprobs: PerResponse,
+    groups: Segments,
+    *,
+    alpha: NonNegativeFloat = 0.01,
+    form: Form = "paper",
+) -> PerResponse:
+    """A (1 - alpha w), w = (log PPL - mean) / std over the group; log PPL = -``mean_logprobs``.
+
+    The std has the divisor G; where it is below 1e-6, w is 0. A large ``alpha`` may change a sign.
+    ``form`` released: mean and std are without what lies more than 1.5 (q3 - q1) below the first
+    quartile or above the third, and the factor stays in [0.8, 1.2].
+    Source: arXiv 2508.02260; its released code.
+    """
+    log_ppl = -mean_logprobs.to(advantages.dtype)
+    among = torch.ones_like(groups.index, dtype=torch.bool)
+    if form == "released":
+        whole = WholeResponses(groups.index, among, groups.num, lambda columns: columns)
+        low, high = (whole.quantile(log_ppl, share) for share in (0.25, 0.75))
+        among = torch.maximum(low - log_ppl, log_ppl - high) <= 1.5 * (high - low)
+    usual = Segments(groups.index[among], groups.sum(among))
+    mean, std = usual.mean(log_ppl[among]), usual.std(log_ppl[among], ddof=0)
+    weight = (log_ppl - groups.broadcast(mean)) / groups.broadcast(std.clamp(min=1e-6))
+    weight = torch.where(groups.broadcast(std) < 1e-6, 0, weight)
+    factor = 1 - alpha * weight
+    return advantages * (factor if form == "paper" else factor.clamp(0.8, 1.2))
 
 
 def _inside(share: Tensor) -> Tensor:

@@ -122,3 +122,19 @@ def entropy_bonus(
     Source: arXiv 2506.14758, entropy-based advantage shaping.
     """
     return advantages + torch.minimum(alpha * entropy, advantages.abs() / kappa)
+
+
+@token_shaper
+def position_bonus(
+    advantages: PerToken,
+    relative_place: PerToken,
+    *,
+    alpha: NonNegativeFloat = 0.1,
+    steepness: PositiveFloat = 15.0,
+) -> PerToken:
+    """A + sign(A) min(alpha s(steepness (x - 1/2)), |A| / 2), s the logistic function, x = t / L.
+
+    Source: arXiv 2508.02260; s and the bound by |A| / 2 are those of its released code.
+    """
+    bonus = alpha * torch.sigmoid(steepness * (relative_place - 0.5))
+    return advantages + advantages.sign() * torch.minimum(bonus, advantages.abs() / 2)

@@ -118,6 +118,7 @@ def token_batch(
             "teacher_likely_logprobs": -1.1 - others[:, [3, 0, 2]].to(dtype),
             "teacher_logprobs": (old - 2 * others[:, 2]).to(dtype),
             "later_turns": torch.arange(ids.numel()) % 3,
+            "relative_place": torch.cat([torch.arange(n).to(dtype) / n for n in lengths]),
             "turn_advantages": (others[:, 1] - 0.5).to(dtype),
             "is_argmax": others[:, 3] > 0.5,
             "masked_logprobs": (old - 3 * others[:, 1]).to(dtype).requires_grad_(),

@@ -71,6 +71,8 @@ NAMED = {
     "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
     "dcpo": Choice("smoothed", dual=10.0, token="dcpo"),
     "cde": Choice(aggregate="token", knobs={"weight": 1 - PROGRESS}),
+    "perplexity": Choice(shaping=("perplexity",), high=0.28, aggregate="token"),
+    "position_bonus": Choice(high=0.28, aggregate="token", token="position_bonus"),
     "arm": Choice(shaping=("gap",), high=0.28, aggregate="token"),
     "dph_forward_kl": Choice(high=0.28, aggregate="token", token="dph forward_kl"),
     "dph_js": Choice(high=0.28, aggregate="token", token="dph js"),

@@ -258,6 +258,9 @@ def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choic
         return min(1.0, omega) if advantage > 0 else 1.0
     if name == "given":
         return 0.0 if row.given else 1.0
+    if name == "perplexity":
+        surprise = [-other.mean_logprob for other in group]
+        return 1 - 0.01 * (-row.mean_logprob - average(surprise)) / (deviation(surprise) or 1)
     if name == "focal":
         return math.sqrt(1 - p)
     if name == "stcr":

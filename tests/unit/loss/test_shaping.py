@@ -120,6 +120,33 @@ def test_confidence_gap_by_hand() -> None:
     same(found, 1.5, -1.5, 0.5, 0)
 
 
+def test_perplexity_by_hand() -> None:
+    """log PPL 1, 2, 3, 2 have the mean 2 and the variance 1/2, so w = -1.414214, 0, 1.414214, 0;
+    two that are alike have no w."""
+    groups = segments_of(torch.tensor([0, 0, 0, 0, 1, 1]))
+    logprobs = vector(-1, -2, -3, -2, -5, -5)
+    advantages = vector(1, -1, 2, 0, 1, -1)
+    found = shaping.perplexity(advantages, logprobs, groups)
+    same(found, 1.014142, -1, 1.971716, 0, 1, -1)
+    found = shaping.perplexity(advantages, logprobs, groups, alpha=0.5)
+    same(found, 1.707107, -1, 0.585786, 0, 1, -1)
+
+
+def test_the_released_perplexity_by_hand() -> None:
+    """The quartiles of 1, 2, 2, 3, 12 are 2 and 3: 12 is above 3 + 1.5 and stays out of the mean 2
+    and the variance 1/2, so its w is 14.142136. The group below is the same upside down."""
+    groups = segments_of(torch.tensor([0] * 5 + [1] * 5))
+    logprobs = vector(-1, -2, -2, -3, -12, -12, -11, -11, -10, -1)
+    found = [
+        shaping.perplexity(vector(*[1] * 10), logprobs, groups, alpha=alpha, form="released")
+        for alpha in (0.01, 0.1)
+    ]
+    half = (1.014142, 1, 1, 0.985858)
+    same(found[0], *half, 0.858579, *half[::-1], 1.141421)
+    half = (1.141421, 1, 1, 0.858579)
+    same(found[1], *half, 0.8, *half[::-1], 1.2)
+
+
 def test_tail_confidence_by_hand() -> None:
     """Row 0: of six tokens 0.2 * 6 = 1.2, so the two least likely, -4 and -3: exp(-3.5). Row 1: one
     token, itself. Row 2: none. Row 3: of five exactly one, -1.5."""

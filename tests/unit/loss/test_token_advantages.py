@@ -40,6 +40,17 @@ def test_entropy_bonus_by_hand() -> None:
     same(found, 1.25, -0.75, 0.125)
 
 
+def test_position_bonus_by_hand() -> None:
+    """s(-7.5) = 0.000553, s(0) = 1/2, s(6) = 0.997527; half of |A| bounds it, and 0 stays 0."""
+    place = vector(0, 0.5, 0.9, 0.9, 0.9)
+    found = token_advantages.position_bonus(vector(1, 1, -1, 0.1, 0), place)
+    same(found, 1.000055, 1.05, -1.099753, 0.15, 0)
+    found = token_advantages.position_bonus(
+        vector(2, -2), vector(0.25, 0.75), alpha=1.0, steepness=4.0
+    )
+    same(found, 2.268941, -2.731059)
+
+
 def test_quantile_by_hand() -> None:
     """Of 0, 10, 20, 30, 40, 50 the 0.8-quantile has rank 4; of 1, 2, 4 it has rank 1.6:
     2 + 0.6 * 2; one value is its own quantile. Order does not matter, nor who is next to whom."""

@@ -25,6 +25,9 @@ def advantage(
         return -0.1 * (max(entropies) - entropy)
     if name == "entropy_bonus":
         return response + min(0.4 * entropy, abs(response) / 2)
+    if name == "position_bonus":
+        late = 0.1 / (1 + math.exp(-15 * (place / len(entropies) - 0.5)))
+        return response + math.copysign(min(late, abs(response) / 2), response)
     return response
 
 

@@ -13,7 +13,7 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.passes import LocalBatch
 from megatron_rl.rollouts.rows.experience import Responses, experience_of
 from megatron_rl.signals import StepView
-from megatron_rl.signals.turns import LaterTurns, TurnAdvantages, turns_of
+from megatron_rl.signals.turns import LaterTurns, RelativePlace, TurnAdvantages, turns_of
 from megatron_rl.types import Prompt, Score
 
 # Of each response: its prompt, its reward, and its tokens; what is below 0 was appended.
@@ -75,6 +75,19 @@ def test_turns_by_hand() -> None:
         3: [2, 2, 2, 1, 1, 0, 0],
         4: [0],
     }
+
+
+def test_relative_places_by_hand() -> None:
+    """Row 3 has four sampled tokens; what is appended takes no part, whatever stands there."""
+    for order in (range(5), [3, 0, 4, 2, 1]):
+        found = by_row(RelativePlace().after_rollout(view(order))["relative_place"], order)
+        sampled = {
+            row: [place for place, one in zip(found[row], ids, strict=True) if one > 0]
+            for row, (_, _, ids) in enumerate(RESPONSES)
+        }
+        thirds = [0, torch.tensor(1 / 3).item(), torch.tensor(2 / 3).item()]
+        quarters = [0, 0.25, 0.5, 0.75]
+        assert sampled == {0: quarters, 1: [0, 0.5], 2: thirds, 3: quarters, 4: [0]}
 
 
 def test_turn_advantages_by_hand() -> None:
