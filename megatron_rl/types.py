@@ -84,6 +84,9 @@ class Prompt:
         return self.token_ids, tuple(image.digest for image in self.images)
 
 
+HINTS = "hints"  # of a prompt's extra: ratio, token_ids and text of its hinted forms
+
+
 def first_uid(uid: str) -> str:
     """Of a prompt that a step has again, numbered by ``data.loader``: ``a#2`` gives ``a``."""
     return re.sub(r"#\d+$", "", uid)

@@ -245,6 +245,7 @@ class DataColumns(Piece):
     images: Columns | str | None
     choices: str | None
     categories: Columns
+    solution: str | None
     data_source: str | None
     extra: str | None
 
@@ -264,6 +265,8 @@ class DataConfig(Piece):
     answer_after: str | None
     show_choices: bool
     answer_is_index: bool
+    hint_ratios: tuple[Annotated[float, Field(gt=0, lt=1)], ...]
+    hint_text: str
     images_first: bool
     min_pixels: PositiveInt | None
     max_pixels: PositiveInt | None

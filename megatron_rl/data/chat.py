@@ -45,7 +45,7 @@ def render(
     if is_empty and not draft.images:
         problems.add(row, "empty prompt", prompt, "drop the row")
     around = (config.prompt_prefix, config.prompt_suffix)
-    messages[-1]["content"] = _between(*around, messages[-1]["content"])
+    messages[-1]["content"] = between(*around, messages[-1]["content"])
     parts = [part for message in messages for part in parts_of(message["content"]) or ()]
     if vision is not None and draft.images and not num_places(parts):
         places = [{"type": "image"} for _ in draft.images]
@@ -95,7 +95,7 @@ def _with_places(messages: Any, draft: Draft, problems: Problems, images_first: 
     return with_places
 
 
-def _between(prefix: str, suffix: str, content: Any) -> Any:
+def between(prefix: str, suffix: str, content: Any) -> Any:
     if isinstance(content, str):
         return prefix + content + suffix
     before, after = ([{"type": "text", "text": text}] if text else [] for text in (prefix, suffix))

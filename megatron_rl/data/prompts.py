@@ -4,8 +4,9 @@ Everything wrong with a source is found here, before any work.
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config.data_names import GENERATED, HF
 from megatron_rl.config.schema import DataColumns, DataConfig
 from megatron_rl.data import hf_sets, reasoning_gym_tasks
-from megatron_rl.data.chat import refuse_constant_template, render, warn_of_template
+from megatron_rl.data.chat import between, refuse_constant_template, render, warn_of_template
 from megatron_rl.data.columns import (
     LETTERS,
     categories_of,
@@ -27,7 +28,7 @@ from megatron_rl.data.labels import files_of, labels
 from megatron_rl.data.multimodal.images import ImageColumn
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.rows import Draft, Problems, Rows, lookup, not_utf8, read_rows
-from megatron_rl.types import Prompt
+from megatron_rl.types import HINTS, Prompt
 
 _ENCODED_AT_ONCE = 4096  # texts
 CATEGORIES = "categories"  # of a prompt's extra, see data.columns.categories
@@ -72,6 +73,8 @@ def load_sources(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     vision: VisionProcessor | None = None,
+    *,
+    is_training: bool = False,
 ) -> list[PromptSource]:
     """The prompts of each entry, in the order of the source.
 
@@ -83,6 +86,7 @@ def load_sources(
         tokenizer: renders the chat template and encodes; nothing is added around the rendered text.
         max_prompt_tokens: longest prompt, template and image tokens included.
         vision: of a vision-language model.
+        is_training: ``config.columns.solution`` is read, and prompts have ``hints``.
 
     A prompt column holds a text or a list of ``{"role", "content"}`` messages. The n-th ``<image>``
     of its texts, or part ``{"type": "image"}``, is the place of the n-th image. An answer is a text
@@ -101,6 +105,8 @@ def load_sources(
             "the tokenizer has no chat template; set chat_template in its tokenizer_config.json, or"
             " data.apply_chat_template=false"
         )
+    if not is_training:
+        config = config.with_values(columns={"solution": None})
     names = [names] if isinstance(names, str) else names
     files = {name: files_of(name) for name in names}
     label_of = labels(list(itertools.chain.from_iterable(files[name] for name in names)))
@@ -148,7 +154,31 @@ class _PromptMaker:
         # Each stage lists all that is wrong in it, so that the next can rely on what it is given.
         drafts = read_drafts(name, self.config, problems, self.vision)
         problems.raise_if_any()
-        return self.made(drafts, label, problems), len(drafts)
+        prompts = self.made(drafts, label, problems)
+        if self.config.columns.solution is not None:
+            prompts = self._with_hints(prompts, drafts, label, problems)
+        return prompts, len(drafts)
+
+    def _with_hints(
+        self, prompts: Sequence[Prompt], drafts: Sequence[Draft], label: str, problems: Problems
+    ) -> list[Prompt]:
+        """``prompts`` with the forms that show more and more of their solutions, in the order of
+        ``data.hint_ratios``, in ``extra``; one that is too long, where such are dropped, is not
+        there."""
+        for row, solution in ((draft.row, draft.solution) for draft in drafts):
+            if not isinstance(solution, str) or not solution.strip():
+                what = f"no text in {self.config.columns.solution}"
+                remedy = "write it, drop the row, or set data.columns.solution=null"
+                problems.add(row, what, solution, remedy)
+        problems.raise_if_any()
+        hints: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for ratio in self.config.hint_ratios:
+            forms = [with_hint(draft, self.config.hint_text, ratio) for draft in drafts]
+            of_form = Problems(f"{problems.source}, with a hint of {ratio:g}")
+            for form in self.made(forms, label, of_form):
+                shown = {"ratio": ratio, "token_ids": form.token_ids, "text": form.text}
+                hints[form.uid].append(shown)
+        return [replace(one, extra={**one.extra, HINTS: hints[one.uid]}) for one in prompts]
 
     def made(self, drafts: Sequence[Draft], label: str, problems: Problems) -> list[Prompt]:
         config = self.config
@@ -251,6 +281,19 @@ def read_drafts(
     return with_images
 
 
+def with_hint(draft: Draft, text: str, ratio: float) -> Draft:
+    """The task with ``text`` and the first ``ratio`` of the characters of its solution behind the
+    last message. Source: GHPO (arXiv 2507.10628), its released code.
+
+    Example: of the solution "5 + 7 = 12" and 0.25 "5 " (2.5 characters are rounded to even).
+    """
+    hint = text + draft.solution[: round(ratio * len(draft.solution))]
+    if isinstance(draft.prompt, str):
+        return draft._replace(prompt=draft.prompt + hint)
+    *before, last = draft.prompt
+    return draft._replace(prompt=[*before, {**last, "content": between("", hint, last["content"])}])
+
+
 def without_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
     """``train`` without the prompts whose tokens and images are also a held-out prompt.
 
@@ -292,6 +335,8 @@ def _from_rows(
         draft = Draft(number, prompt, expected, str(data_source), dict(extra))
         if roles.categories:
             draft.extra[CATEGORIES] = categories_of(row, roles.categories)
+        if roles.solution is not None:
+            draft = draft._replace(solution=lookup(row, roles.solution)[1])
         if roles.choices is not None:
             draft = _of_choices(draft, row, roles.choices, config, problems)
         drafts.append(draft)

@@ -63,7 +63,9 @@ def read_sources(
     """
     data = config.data
     max_tokens = config.rollout.max_prompt_tokens
-    train = tuple(load_sources(entries(data.train), data, tokenizer, max_tokens, vision))
+    train = tuple(
+        load_sources(entries(data.train), data, tokenizer, max_tokens, vision, is_training=True)
+    )
     held_out = tuple(load_sources(entries(data.eval), data, tokenizer, max_tokens, vision))
     if train and data.drop_eval_overlap:
         train = tuple(_without(source, all_prompts(held_out)) for source in train)

@@ -36,6 +36,7 @@ class Draft(NamedTuple):
     extra: dict[str, Any]
     # None: the source has no column of images, so the prompt has no places for any.
     images: tuple[Image, ...] | None = None
+    solution: Any = None  # a text where ``data.columns.solution`` is read
 
 
 class Problems:

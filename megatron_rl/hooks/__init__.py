@@ -1,4 +1,5 @@
-"""Hooks of rollouts. Importing this package registers its own: vcrl, dars, erpo, ar3po, exgrpo."""
+"""Hooks of rollouts. Importing this package registers its own: vcrl, dars, erpo, ghpo, ar3po,
+exgrpo."""
 
 from megatron_rl.hooks import replay, sampling
 from megatron_rl.hooks.base import (

@@ -1,5 +1,7 @@
-"""The sampling hooks of the package: vcrl, dars, erpo. ``examples/plugins/sampling_hooks.md`` says
-what of them no public source pins."""
+"""The sampling hooks of the package: vcrl, dars, erpo, ghpo.
+
+``examples/plugins/sampling_hooks.md`` says what of them no public source pins.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatron_rl.hooks.base import Ask, Resample, SamplingHook, ScoredGroup, register_sampling_hook
-from megatron_rl.types import Prompt, first_uid
+from megatron_rl.types import HINTS, Prompt, first_uid
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -177,3 +179,44 @@ class Erpo(SamplingHook):
 
     def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
         self.visits = dict(state["visits"])
+
+
+HINT = "hint_ratio"  # of a prompt's extra: how much of its solution it shows
+
+
+@register_sampling_hook("ghpo")
+@dataclass(kw_only=True)
+class Ghpo(SamplingHook):
+    """A group that is all wrong leaves the step for a new one, of the prompt with a part of its
+    solution, and that for one of the next larger part, until a response is right or there is no
+    more of it: the last group stays, all wrong. Source: arXiv 2507.10628, its released code."""
+
+    from_step: Count = 1
+
+    def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
+        # Without a verdict nothing is known of a group.
+        wrong = [bool(group.scores) and not group.num_correct for group in groups]
+        pairs = [*zip(groups, wrong, strict=True)] if step >= self.from_step else []
+        again = [is_wrong and bool(group.prompt.extra.get(HINTS)) for group, is_wrong in pairs]
+        asks = [
+            Ask(with_next_hint(group.prompt), group.num_responses)
+            for group, is_asked in zip(groups, again, strict=False)
+            if is_asked
+        ]
+        metrics = {
+            "hinted_groups": sum(HINT in group.prompt.extra for group in groups),
+            "unsolved_groups": sum(wrong),
+        }
+        return Resample(asks, [not each for each in again] if asks else None, metrics)
+
+
+def with_next_hint(prompt: Prompt) -> Prompt:
+    """The next of its forms, under a uid of its own, with those that follow it.
+
+    Example: of ``a`` the ones with 0.25 and 0.5 are ``a+0.25`` and, of that, ``a+0.5``.
+    """
+    form, *more = prompt.extra[HINTS]
+    ratio, token_ids, text = form["ratio"], form["token_ids"], form["text"]
+    uid = prompt.uid.removesuffix(f"+{prompt.extra.get(HINT, 0):g}")
+    extra = {**prompt.extra, HINTS: more, HINT: ratio}
+    return replace(prompt, uid=f"{uid}+{ratio:g}", token_ids=token_ids, text=text, extra=extra)

@@ -35,7 +35,7 @@ def supervised(config: Config) -> Config:
     place of the answer, and the method ``sft``."""
     warm = config.warm_start
     assert warm.data is not None
-    roles = {"prompt": warm.prompt, "answer": warm.response, "choices": None}
+    roles = {"prompt": warm.prompt, "answer": warm.response, "choices": None, "solution": None}
     rows = {
         "train": warm.data,
         "train_weights": None,

@@ -3,6 +3,7 @@ goes on with a checkpoint."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,6 +55,31 @@ def test_steps_are_trained_and_hooks_go_on_with_a_checkpoint(folder: Path) -> No
     assert all("hook/erpo/residual_groups" in row for row in whole)
     train(folder, "parts", 2)
     assert train(folder, "parts", 4) == whole
+
+
+def test_hinted_prompts_are_sampled_and_trained(folder: Path) -> None:
+    """The policy finds as likely what the sampler drew, so it reads the prompt with the hint."""
+    lines = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    rows = "".join(json.dumps({**line, "steps": line["answer"] * 4}) + "\n" for line in lines)
+    (folder / "solved.jsonl").write_text(rows)
+    settings = ("method=ghpo", "rollout_hooks.ghpo={}", f"data.train={folder / 'solved.jsonl'}")
+    settings += ("data.columns.solution=steps", "data.hint_text=h", "logging.log_samples=64")
+    settings += ("batch.responses_per_prompt=2", *SETTINGS[-2:])
+    found = train(folder, "hinted", 2, settings)
+    hinted = [row["hook/ghpo/hinted_groups"] for row in found]
+    assert min(hinted) > 0 and all(row["hook/ghpo/unsolved_groups"] <= 8 for row in found)
+    assert all(row["mismatch/logprob_abs_diff_max"] < 1e-4 for row in found)
+    shown = [
+        json.loads(line) for line in (folder / "hinted/samples.jsonl").read_text().splitlines()
+    ]
+    of_step = [row for row in shown if row["step"] == 1]
+    prompts = {row["prompt"] for row in of_step if "+" in row["prompt"]}
+    assert len(prompts) == hinted[0]
+    assert {uid.partition("+")[2] for uid in prompts} <= {"0.25", "0.5", "0.75"}
+    texts = [row["prompt_text"] for row in of_step if row["prompt"] in prompts]
+    # The letter that is asked for, the text before the hint, and of the solution 1, 2 or 3 letters.
+    assert all(text[1] == "h" and {text[0]} == set(text[2:-1]) for text in texts)
+    assert len(of_step) == found[0]["rollout/num_responses"] == 16
 
 
 @pytest.mark.parametrize("method", REPLAYS)

@@ -24,6 +24,7 @@ def source_problems(config: Config) -> Iterator[str]:
         if ROLLOUT_HOOKS[name].changes_temperature:
             why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
+    yield from _hinted(config)
     yield from _unread(config.env)
     if config.rollout.anneal.schedule is not None:
         yield from _with_annealing(config)
@@ -36,6 +37,38 @@ def source_problems(config: Config) -> Iterator[str]:
             f"source.staleness = {config.source.staleness}: colocated engines always sample with"
             " the newest weights; set it to 0, or source=servers"
         )
+
+
+def _hinted(config: Config) -> Iterator[str]:
+    """What goes with solutions, which the hook ghpo reads, and none beside it."""
+    column, ratios = config.data.columns.solution, list(config.data.hint_ratios)
+    key = "rollout_hooks.ghpo"
+    if "ghpo" not in config.rollout_hooks:
+        if column is not None:
+            yield (
+                f"data.columns.solution = {column}: only {key} reads it; set {key}={{}}, or leave"
+                " it out"
+            )
+        return
+    if column is None:
+        yield f"{key}: shows parts of solutions; name their column, data.columns.solution"
+    if not ratios or ratios != sorted(set(ratios)):
+        yield f"data.hint_ratios = {ratios}: {key} wants one share or more; let them grow"
+    hooks = [name for name in config.rollout_hooks if ROLLOUT_HOOKS[name].resamples]
+    others = ", ".join(name for name in hooks if name != "ghpo")
+    reasons = {
+        f"rollout_hooks.{others}": others
+        and "takes hinted prompts for those of the data; leave one of them out",
+        "method.filters.dynamic_sampling": config.method.filters.dynamic_sampling
+        and "refuses the groups that are all wrong; set it to null",
+        f"env.name = {config.env.name}": config.env.name != "single"
+        and "has turns, which hints are not built for; set env=single",
+        f"source.schedule = {config.source.schedule}": config.source.schedule == "free"
+        and "records steps by the prompts of the data; set it to lockstep",
+    }
+    for other, reason in reasons.items():
+        if reason:
+            yield f"{key}: {other} {reason}"
 
 
 def _unread(env: EnvironmentConfig) -> Iterator[str]:

@@ -18,6 +18,7 @@ FREE = ["source=servers", "source.staleness=2", "source.schedule=free"]
 REPLAYED = ["rollout.router_replay=rollout"]
 TRUNCATED = ["rollout.top_p=0.9", "rollout.top_k=50"]
 TURNS = ["env=tools"]
+HINTED = ["rollout_hooks.ghpo={}", "data.columns.solution=steps"]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
 
@@ -64,6 +65,7 @@ def problems(*overrides: str) -> list[str]:
         ["rollout_hooks.vcrl={}", *STAGES],
         ["rollout_hooks.erpo={}", "method=dapo", *CORRECTED],
         ["rollout_hooks.vcrl={}", *FREE, *CORRECTED],
+        [*HINTED, "method=ghpo", *OLDER, *CORRECTED],
     ],
 )
 def test_what_goes_together(overrides):
@@ -133,6 +135,14 @@ def test_what_goes_together(overrides):
             [*REPLAYED, *PARTIAL, *CORRECTED, "source=servers"],
             "source.partial.groups_in_flight: with rollout.router_replay = rollout a server",
         ),
+        (HINTED[:1], "rollout_hooks.ghpo: shows parts of solutions; name their column"),
+        (HINTED[1:], "data.columns.solution = steps: only rollout_hooks.ghpo reads it"),
+        ([*HINTED, "data.hint_ratios=[0.5, 0.25]"], "[0.5, 0.25]: rollout_hooks.ghpo wants"),
+        ([*HINTED, "data.hint_ratios=[]"], "data.hint_ratios = []: rollout_hooks.ghpo wants"),
+        ([*HINTED, "rollout_hooks.dars={}"], "rollout_hooks.ghpo: rollout_hooks.dars takes"),
+        ([*HINTED, "method=dapo"], "ghpo: method.filters.dynamic_sampling refuses the groups"),
+        ([*HINTED, *TURNS], "rollout_hooks.ghpo: env.name = tools has turns"),
+        ([*HINTED, *FREE, *CORRECTED], "rollout_hooks.ghpo: source.schedule = free records"),
         (["rollout_hooks.erpo={}"], "method.mismatch.kind = none does not correct"),
     ],
 )

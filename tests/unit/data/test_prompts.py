@@ -10,10 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_rl.data.prompts import load_prompts, without_overlap
+from megatron_rl.data.prompts import load_prompts, load_sources, without_overlap
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.types import Prompt
+from megatron_rl.types import HINTS, Prompt
 from tests.unit.data.toy import character_tokenizer, data_config, write
 
 TOKENIZER = character_tokenizer()
@@ -48,6 +48,61 @@ def test_system_prompt_and_suffix(tmp_path):
     file = jsonl(tmp_path, row())
     (prompt,) = load(file, system_prompt="Be brief.", prompt_prefix="Q: ", prompt_suffix=" Answer:")
     assert text_of(prompt) == "<system>Be brief.<user>Q: 2+2 Answer:<assistant>"
+
+
+HINTED = {"columns": {"solution": "steps"}, "hint_text": "|", "prompt_suffix": "!"}
+
+
+def hints(spec: str, limit: int = 99, **changes) -> list[list[str]]:
+    """Of each training prompt, beside its ratios."""
+    config = data_config(**HINTED | changes)
+    (source,) = load_sources(spec, config, TOKENIZER, limit, is_training=True)
+    forms = [prompt.extra[HINTS] for prompt in source.prompts]
+    assert all(TOKENIZER.decode(each["token_ids"]) == each["text"] for of in forms for each in of)
+    assert all([each["ratio"] for each in of] == [0.25, 0.5, 0.75][: len(of)] for of in forms)
+    return [[each["text"] for each in of] for of in forms]
+
+
+def test_a_part_of_the_solution_follows_the_last_message(tmp_path):
+    """Of 10 characters 2.5, 5 and 7.5, rounded to even; without the role there are none."""
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    messages += [{"role": "user", "content": "3"}]
+    spec = jsonl(tmp_path, row(steps="0123456789"), row(messages, steps="abcd"))
+    assert hints(spec) == [
+        [f"<user>2+2|{part}!<assistant>" for part in ("01", "01234", "01234567")],
+        [f"<user>1<assistant>2<user>3|{part}!<assistant>" for part in ("a", "ab", "abc")],
+    ]
+    plain = load(spec, prompt_suffix="!")
+    assert [text_of(each) for each in plain] == [
+        "<user>2+2!<assistant>",
+        "<user>1<assistant>2<user>3!<assistant>",
+    ]
+    config = data_config(**HINTED)
+    assert load_prompts(spec, config, TOKENIZER, 99) == plain, "not of held-out prompts"
+
+
+def test_hints_that_are_too_long_are_left_out_or_refused(tmp_path):
+    """22 tokens and those of the hint: 24, 27 and 30; of the second row 23, 24 and 25."""
+    rows = (row(steps="0123456789"), row(steps="0123"))
+    spec = jsonl(tmp_path, *rows)
+    found = hints(spec, 27, on_long_prompt="drop")
+    assert [len(of) for of in found] == [2, 3]
+    with pytest.raises(
+        ValueError, match=r"with a hint of 0\.75: row 1: prompt longer than rollout"
+    ):
+        hints(spec, 27)
+
+
+@pytest.mark.parametrize("steps", [None, " ", 3])
+def test_a_row_without_a_solution_is_refused(tmp_path, steps):
+    spec = jsonl(tmp_path, row(steps="12"), row(steps=steps))
+    with pytest.raises(ValueError, match=r"row 2: no text in steps: .*columns\.solution=null"):
+        hints(spec)
+
+
+def test_generated_tasks_have_no_solutions():
+    with pytest.raises(ValueError, match="no text in steps"):
+        hints("reasoning_gym:chain_sum?size=2&seed=1")
 
 
 def test_without_template_the_text_is_encoded_as_it_stands(tmp_path):

@@ -36,7 +36,10 @@ def data_config(**changes) -> DataConfig:
     """conf/data/default.yaml, with named columns of data_source and no extra."""
     own = {"categories": (), "data_source": "data_source", "extra": None}
     columns = DEFAULT["columns"] | own | changes.pop("columns", {})
-    return DataConfig(**DEFAULT | {"train": "-", "eval": "-", "columns": columns} | changes)
+    ratios = {"hint_ratios": tuple(DEFAULT["hint_ratios"])}
+    return DataConfig(
+        **DEFAULT | ratios | {"train": "-", "eval": "-", "columns": columns} | changes
+    )
 
 
 def write(path: Path, text: str) -> str:

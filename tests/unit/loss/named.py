@@ -83,6 +83,7 @@ NAMED = {
     "exgrpo": Choice(
         "centered", low=1, high=math.inf, aggregate="norm", entropy=1e-3, token="exgrpo"
     ),
+    "ghpo": Choice(aggregate="token"),
     "ar3po": Choice(shaping=("given",), aggregate="token"),
     "sft": Choice(
         "signed", aggregate="token", token="sft", knobs={"positive": 1.0, "negative": 0.0}

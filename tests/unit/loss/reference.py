@@ -259,8 +259,8 @@ def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choic
     if name == "given":
         return 0.0 if row.given else 1.0
     if name == "perplexity":
-        surprise = [-other.mean_logprob for other in group]
-        return 1 - 0.01 * (-row.mean_logprob - average(surprise)) / (deviation(surprise) or 1)
+        known = [other.mean_logprob for other in group]
+        return 1 + 0.01 * (row.mean_logprob - average(known)) / (deviation(known) or 1)
     if name == "focal":
         return math.sqrt(1 - p)
     if name == "stcr":
@@ -394,9 +394,7 @@ def token_advantages(rows: list[Row], choice: Choice, tokens: Tokens) -> list[li
             result[at] = [own - (p - q) for own, (p, q) in zip(inside, pairs, strict=True)]
     for at, inside in enumerate(result):
         if choice.token == "turn_discount":
-            pairs = zip(inside, tokens.later_turns[at], strict=True)
-            result[at] = [own * 0.95**later for own, later in pairs]
+            result[at] = [a * 0.95**k for a, k in zip(inside, tokens.later_turns[at], strict=True)]
         if choice.token == "gigpo":
-            pairs = zip(inside, tokens.turn_advantages[at], strict=True)
-            result[at] = [own + of_turn for own, of_turn in pairs]
+            result[at] = [a + b for a, b in zip(inside, tokens.turn_advantages[at], strict=True)]
     return result

@@ -9,13 +9,13 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
-from megatron_rl.hooks.sampling import Dars, Erpo, Vcrl, relative_variance, second_round
+from megatron_rl.hooks.sampling import Dars, Erpo, Ghpo, Vcrl, relative_variance, second_round
 from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.experience import Experience
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.types import HINTS, Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.rollout_sources import rollouts_of, training_job
 from tests.unit.trainer.fakes import prompts
@@ -125,6 +125,44 @@ def test_erpo_warms_prompts_that_were_all_right() -> None:
         assert [each.temperature(PROMPTS[number], 1.0) for number in (0, 1)] == [1.4, 1.25]
     hook.resample(3, 0, [group(0, 3)])
     assert hook.temperature(PROMPTS[0], 1.0) == 1.0
+
+
+def test_the_hints_of_ghpo_by_hand() -> None:
+    """p0 has two hints, p1 one, p2 none. All are wrong; then p0 with its first hint; then with its
+    second, which stays."""
+    forms = [
+        {"ratio": ratio, "token_ids": (1, at), "text": f"{at}"}
+        for at, ratio in ((5, 0.25), (6, 0.5))
+    ]
+
+    def of(number: int, num_correct: int, hints: list, **extra: float) -> ScoredGroup:
+        plain = group(number, num_correct)
+        return plain._replace(prompt=replace(plain.prompt, extra={HINTS: hints, **extra}))
+
+    hook = Ghpo(from_step=2)
+    wrong = [of(0, 0, forms), of(1, 0, forms[:1]), group(2, 0), of(3, 1, forms)]
+    unjudged = ScoredGroup(wrong[0].prompt, [], 4)
+    assert (
+        hook.resample(1, 0, wrong).asks == hook.resample(2, 0, [unjudged, group(2, 0)]).asks == []
+    )
+    first = hook.resample(2, 0, wrong)
+    p0, p1 = (ask.prompt for ask in first.asks)
+    assert first.keep == [False, False, True, True]
+    assert [ask._replace(prompt=p0) for ask in first.asks] == [Ask(p0, 4)] * 2
+    assert (p0.uid, p0.token_ids, p0.text, p0.answer) == ("p0+0.25", (1, 5), "5", PROMPTS[0].answer)
+    assert p0.extra == {HINTS: forms[1:], "hint_ratio": 0.25}
+    assert first.metrics == {"hinted_groups": 0, "unsolved_groups": 3}
+    second = hook.resample(
+        2, 1, [*wrong[2:], wrong[0]._replace(prompt=p0), wrong[3]._replace(prompt=p1)]
+    )
+    (ask,) = second.asks
+    assert second.keep == [True, True, False, True]
+    assert (ask.prompt.uid, ask.prompt.token_ids) == ("p0+0.5", (1, 6)) and not ask.prompt.extra[
+        HINTS
+    ]
+    last = hook.resample(2, 2, [*wrong[2:], wrong[0]._replace(prompt=ask.prompt)])
+    assert not last.asks and last.keep is None
+    assert last.metrics == {"hinted_groups": 1, "unsolved_groups": 2}
 
 
 class Telling(Answering):
