@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.passes import TokenScores
+from tests.rotary import LLAMA3, TURNS, TWO_BASES, YARN, YARN2
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config, ModelConfig
@@ -30,29 +32,6 @@ SMALL: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 64,
-}
-TWO_BASES = {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-YARN2 = {key: value for key, value in YARN.items() if "mscale" not in key}
 LATENT: dict[str, Any] = dict(
     vocab_size=128,
     num_key_value_heads=4,
@@ -77,6 +56,17 @@ LATENT: dict[str, Any] = dict(
 EXPERTS: dict[str, Any] = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
 )
+# Of a gated delta net in every other layer.
+DELTA: dict[str, Any] = dict(
+    vocab_size=128,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    tie_word_embeddings=False,
+)
 # Family -> the prefix of its classes in transformers.
 CLASSES = {
     "qwen2": "Qwen2",
@@ -92,13 +82,21 @@ CLASSES = {
     "gemma3": "Gemma3",
     "gpt_oss": "GptOss",
     "qwen3_next": "Qwen3Next",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
     "deepseek_v3": "DeepseekV3",
     "moonlight": "DeepseekV3",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen2_5_vl_tied": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5_vl": "Qwen3_5",
+    "qwen3_5_moe_vl": "Qwen3_5Moe",
 }
+# What transformers calls the configuration of a text model otherwise.
+TEXT_PARTS = ("gemma3", "qwen3_5", "qwen3_5_moe")
+# Layers with linear attention.
+LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(vocab_size=128, tie_word_embeddings=False),
     "qwen2_tied": dict(vocab_size=128, tie_word_embeddings=True),
@@ -146,18 +144,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         rope_parameters=YARN2 | dict(truncate=False),
         tie_word_embeddings=False,
     ),
-    "qwen3_next": dict(
-        vocab_size=128,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=24,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        shared_expert_intermediate_size=56,
-        tie_word_embeddings=False,
-        **EXPERTS,
-    ),
+    "qwen3_next": DELTA | EXPERTS | dict(shared_expert_intermediate_size=56),
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": DELTA | EXPERTS | dict(shared_expert_intermediate_size=56),
     "deepseek_v3": LATENT,
     "moonlight": LATENT
     | dict(
@@ -189,6 +178,8 @@ SEEING: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_tied": dict(tie_word_embeddings=True),
     "qwen3_vl": dict(tie_word_embeddings=False),
     "qwen3_vl_moe": dict(tie_word_embeddings=False),
+    "qwen3_5_vl": dict(tie_word_embeddings=False),
+    "qwen3_5_moe_vl": dict(tie_word_embeddings=False),
 }
 SEEING_TEXT: dict[str, Any] = dict(
     vocab_size=128,
@@ -207,7 +198,8 @@ SMALL_TOWER: dict[str, Any] = dict(
 TOWER = SMALL_TOWER | dict(window_size=56, fullatt_block_indexes=[1])
 # Of Qwen3-VL: learned positions of a square of 4 by 4, and features of the first block for the
 # first decoder layer.
-DEEP_TOWER = SMALL_TOWER | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+SQUARE_TOWER = SMALL_TOWER | dict(num_position_embeddings=16)
+DEEP_TOWER = SQUARE_TOWER | dict(deepstack_visual_indexes=[0])
 SPECIAL_IDS: dict[str, int] = dict(
     image_token_id=IMAGE_TOKEN,
     video_token_id=6,
@@ -225,7 +217,7 @@ def seeing_config(text: dict[str, Any], **more: Any) -> Any:
 
 
 def deep_model(family: str, text: dict[str, Any], tower: dict[str, Any], **more: Any) -> Any:
-    """A Qwen3-VL, dense or with experts, with these parts."""
+    """A Qwen3-VL or 3.5, dense or with experts, with these parts."""
     config = getattr(transformers, f"{CLASSES[family]}Config")
     model = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")
     return model(config(text_config=text, vision_config=tower, **more))
@@ -233,13 +225,14 @@ def deep_model(family: str, text: dict[str, Any], tower: dict[str, Any], **more:
 
 def transformer(family: str, settings: dict[str, Any]) -> PreTrainedModel:
     """A model of transformers with these settings and the weights that it begins with."""
-    if family.startswith("qwen3_vl"):
-        deep = DEEP_TOWER | dict(out_hidden_size=settings["hidden_size"])
+    if family.startswith("qwen3") and family in SEEING:
+        tower = SQUARE_TOWER if family in LINEAR else DEEP_TOWER
+        deep = tower | dict(out_hidden_size=settings["hidden_size"])
         return deep_model(family, settings, deep, **SPECIAL_IDS, **SEEING[family])
     if family in SEEING:
         config = seeing_config(settings, **SEEING[family])
         return transformers.Qwen2_5_VLForConditionalGeneration(config)
-    kind = "Gemma3Text" if family == "gemma3" else CLASSES[family]
+    kind = CLASSES[family] + ("Text" if family in TEXT_PARTS else "")
     config = getattr(transformers, f"{kind}Config")(**settings)
     return getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
 
@@ -250,7 +243,9 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
     if family.startswith("qwen3_vl"):
         rope = settings["rope_parameters"] | dict(mrope_interleaved=True)
         settings |= dict(head_dim=16, rope_parameters=rope)
-    if family == "qwen3_vl_moe":
+    if family in LINEAR and family in SEEING:
+        settings |= DELTA | dict(rope_parameters=TURNS)
+    if family in ("qwen3_vl_moe", "qwen3_5_moe_vl"):
         settings |= EXPERTS
     if layers is not None:
         settings["num_hidden_layers"] = layers
@@ -262,7 +257,9 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.dim() == 1:
                 is_norm = "norm" in name or "ln_q" in name
-                centered = family in ("gemma3", "qwen3_next") and "linear_attn" not in name
+                centered = family in ("gemma3", *LINEAR) and not re.search(
+                    "linear_attn|visual", name
+                )
                 center = 1.0 if is_norm and not centered else 0.0
                 parameter.copy_(noise * 0.1 + center)
             elif "visual" in name or "conv1d" in name:
@@ -270,7 +267,7 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
                 parameter.copy_(noise / parameter[0].numel() ** 0.5)
             else:
                 # Small states would make gradients of a delta net's norm large, and inexact.
-                is_large = family == "qwen3_next" and "embed" in name
+                is_large = family in LINEAR and "embed" in name
                 parameter.copy_(noise * (0.4 if is_large else 0.05))
     return model
 
@@ -285,13 +282,16 @@ def save_tiny_model(family: str, path: Path, seed: int = 0, layers: int | None =
 
 def save(model: Any, path: Path) -> None:
     """Writes the HF directory. Published files of Qwen3-VL-MoE have matrices of experts as
-    ``[experts, in, out]``; transformers reads those, and writes the other order."""
+    ``[experts, in, out]``, those of Qwen3.5 as ``[experts, out, in]``; transformers reads those,
+    and writes the other order, or a tensor for each expert."""
     model.save_pretrained(path)
-    if model.config.model_type == "qwen3_vl_moe":
+    if model.config.model_type in ("qwen3_vl_moe", "qwen3_5_moe"):
         file = path / "model.safetensors"
-        tensors = load_file(file)
-        for name in [name for name in tensors if ".experts." in name]:
-            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        tensors = {name: x for name, x in load_file(file).items() if ".experts." not in name}
+        for name, values in model.state_dict().items():
+            if ".experts." in name:
+                turned = model.config.model_type == "qwen3_vl_moe"
+                tensors[name] = (values.transpose(1, 2) if turned else values).contiguous()
         save_file(tensors, file, metadata={"format": "pt"})
 
 

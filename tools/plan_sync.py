@@ -58,6 +58,15 @@ def _sizes(family: str, architecture: str, *sizes: int, **more: int | bool) -> d
 
 QWEN2 = ("qwen2", "Qwen2ForCausalLM")
 GPT_OSS = ("gpt_oss", "GptOssForCausalLM")
+DELTA = dict(
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    max_position_embeddings=262144,
+)
 PRESETS = {
     "7b": _sizes("llama", "LlamaForCausalLM", 32, 4096, 11008, 32, 32, 32000),  # Llama 2 7B
     "qwen2.5-7b": _sizes(*QWEN2, 28, 3584, 18944, 28, 4, 152064),
@@ -88,17 +97,22 @@ PRESETS = {
     "gpt-oss-120b": _sizes(*GPT_OSS, 36, 2880, 2880, 64, 8, 201088, num_local_experts=128),
     "qwen3-next-80b": _sizes(
         *("qwen3_next", "Qwen3NextForCausalLM", 48, 2048, 5120, 16, 2, 151936),
-        head_dim=256,
         num_experts=512,
         num_experts_per_tok=10,
         moe_intermediate_size=512,
         shared_expert_intermediate_size=512,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
-        max_position_embeddings=262144,
+        **DELTA,
+    ),
+    "qwen3.5-9b": _sizes(
+        *("qwen3_5_text", "Qwen3_5ForCausalLM", 32, 4096, 12288, 16, 4, 248320), **DELTA
+    ),
+    "qwen3.5-35b": _sizes(
+        *("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", 40, 2048, 512, 16, 2, 248320),
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        **DELTA,
     ),
     "deepseek-v3": _sizes(
         *("deepseek_v3", "DeepseekV3ForCausalLM", 61, 7168, 18432, 128, 128, 129280),

@@ -123,7 +123,7 @@ def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
         num_heads=num_heads,
         num_kv_heads=(0 if latent_dim else size("num_key_value_heads")) or num_heads,
         head_dim=head_dim,
-        ffn_hidden_size=size("intermediate_size"),
+        ffn_hidden_size=size("intermediate_size", "moe_intermediate_size"),
         vocab_size=size("vocab_size"),
         latent_dim=latent_dim,
         num_experts=num_experts,
@@ -218,8 +218,10 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
     required = REQUIRED if architectures is None else (*REQUIRED, *_WEIGHTS_DECIDE)
     for key in NUMBERS:
         _check_number(file, values, key)
+    has_other = "moe_intermediate_size" in values and "intermediate_size" not in values
     for key in (*REQUIRED, *OPTIONAL):
-        _check_size(file, values, key, required=key in required)
+        is_other = has_other and key == "intermediate_size"
+        _check_size(file, values, key, required=key in required and not is_other)
     return values
 
 

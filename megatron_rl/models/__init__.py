@@ -20,7 +20,7 @@ from megatron_rl.models import (
     qwen3_moe,
 )
 from megatron_rl.models.base import Architecture, Family, Slot
-from megatron_rl.models.hybrid import qwen3_next
+from megatron_rl.models.hybrid import qwen3_5, qwen3_next
 from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 
 FAMILIES = {
@@ -41,7 +41,7 @@ FAMILIES = {
         qwen3_vl,
         qwen3_vl_moe,
     )
-}
+} | {family.architecture: family for family in qwen3_5.FAMILIES}
 
 __all__ = [
     "FAMILIES",

@@ -117,7 +117,8 @@ class LinearAttention:
     ``value_dim``, in the place of keys and values of all tokens. Source: arXiv:2412.06464.
 
     ``layers``: which have it. A key head serves as many value heads each. Queries, keys and values
-    go through a causal filter over ``kernel`` tokens.
+    go through a causal filter over ``kernel`` tokens. ``fused``: its inputs come of two matrices,
+    whose rows are those of one key head after another; else of four.
     """
 
     layers: tuple[bool, ...]
@@ -126,6 +127,7 @@ class LinearAttention:
     key_dim: int
     value_dim: int
     kernel: int
+    fused: bool
 
     @property
     def filtered(self) -> int:
@@ -146,7 +148,8 @@ class Architecture(ModelSizes):
 
     ``expert_slots`` are relative to one expert (empty: dense); ``expert_prefix`` is where HF
     numbers the experts of a layer. ``fused_experts``: it stores those of a layer as one tensor
-    ``[experts, in, out]``, the rows of gate before those of up.
+    ``[experts, in, out]``, or ``[experts, out, in]`` where they are not ``turned_experts``, the
+    rows of gate before those of up.
 
     Attributes:
         biased: linear layers and routers have biases, attention has sinks, and experts a clamped
@@ -195,6 +198,7 @@ class Architecture(ModelSizes):
     expert_slots: tuple[Slot, ...] = ()
     expert_prefix: str = ""
     fused_experts: bool = False
+    turned_experts: bool = True
     num_dense_layers: int = 0
     dense_slots: tuple[Slot, ...] = ()
     num_unread_layers: int = 0

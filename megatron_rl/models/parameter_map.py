@@ -282,13 +282,15 @@ def shards(
 
 
 def _in_fused(shard: Shard, expert: int, arch: Architecture) -> Shard:
-    """``shard`` of a matrix ``[out, in]``, which is one of a tensor ``[experts, in, out]``."""
+    """``shard`` of a matrix ``[out, in]``, which is one of a tensor ``[experts, in, out]``, or of
+    one ``[experts, out, in]``."""
+    step = -1 if arch.turned_experts else 1
     return replace(
         shard,
-        full=(arch.num_experts, *shard.full[::-1]),
-        start=(expert, *shard.start[::-1]),
-        shape=(1, *shard.shape[::-1]),
-        stride=(1, *shard.stride[::-1]),  # nothing steps along an axis of one element
+        full=(arch.num_experts, *shard.full[::step]),
+        start=(expert, *shard.start[::step]),
+        shape=(1, *shard.shape[::step]),
+        stride=(1, *shard.stride[::step]),  # nothing steps along an axis of one element
     )
 
 

@@ -18,12 +18,17 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 
 from megatron_rl.models.deepseek_v3 import ROUTER
-from tests.e2e.toy import SIZES, overrides, rows, write_data, write_tokenizer
+from tests import zoo
+from tests.e2e.toy import SIZES, VOCAB, overrides, rows, write_data, write_tokenizer
 from tests.launch import launch
 from tests.zoo import TWO_BASES, YARN, YARN2
 
@@ -39,7 +44,10 @@ BALANCED = (
 NATS = {
     "moonlight": 3e-5,
     "quantized": 3e-5,
-    "qwen3_next": 0.6,  # bfloat16, in which a token may visit other experts; see the mean
+    # bfloat16, in which a token may visit other experts; see the mean
+    "qwen3_next": 0.6,
+    "qwen3_5": 0.6,
+    "qwen3_5_moe": 0.6,
 }  # else 1e-5; one token of step 12 differs by 2e-5, means are below 1e-6
 
 
@@ -83,10 +91,6 @@ SINKS: dict[str, Any] = dict(
 # What vLLM's kernels for CPUs take: heads of 64, in bfloat16.
 DELTA: dict[str, Any] = dict(
     num_hidden_layers=4,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-    shared_expert_intermediate_size=64,
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=64,
@@ -97,6 +101,20 @@ LINEAR = (
     "rollout.enable_prefix_caching=false",
     "mismatch_limits.abort_above=0.6",
     LONG,
+)
+GATED: dict[str, Any] = DELTA | dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
+# As published files have it: of text alone positions are equal.
+TURNS: dict[str, Any] = dict(
+    rope_type="default",
+    rope_theta=1e4,
+    partial_rotary_factor=0.25,
+    mrope_section=[2, 1, 1],
+    mrope_interleaved=True,
 )
 PLAIN: dict[str, Any] = dict(q_lora_rank=None, n_group=1, topk_group=1)
 
@@ -118,7 +136,14 @@ def write_model(family: str, path: Path) -> None:
         more = SINKS | dict(rope_parameters=YARN2)
         model = GptOssForCausalLM(GptOssConfig(**SIZES | more)).float()
     elif family == "qwen3_next":
-        model = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES | DELTA)).float()
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES | GATED)).float()
+    elif family == "qwen3_5":
+        more = DELTA | dict(rope_parameters=TURNS)
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES | more)).float()
+    elif family == "qwen3_5_moe":
+        # transformers reads this family's tokenizers by a class of its own, which adds a token.
+        more = GATED | dict(rope_parameters=TURNS, vocab_size=len(VOCAB) + 1)
+        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SIZES | more)).float()
     else:
         more = LATENT | (dict(rope_parameters=YARN) if family == "deepseek_v3" else PLAIN)
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | more)).float()
@@ -126,7 +151,7 @@ def write_model(family: str, path: Path) -> None:
         for name, values in [*model.named_buffers(), *model.named_parameters()]:
             if name.endswith(("correction_bias", "sinks", "_proj_bias")):
                 values.normal_(0.0, 0.1)
-            elif family == "qwen3_next" and "embed" in name:
+            elif family in zoo.LINEAR and "embed" in name:
                 values.mul_(20)  # see the note in ``tests/zoo.py``
     model.save_pretrained(path)
     if family == "quantized":
@@ -175,6 +200,9 @@ def quantize(path: Path) -> None:
             ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", *LINEAR),
         ),
         ("qwen3_next", ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1", *LINEAR)),
+        ("qwen3_5", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", *LINEAR)),
+        ("qwen3_5", ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1", *LINEAR)),
+        ("qwen3_5_moe", (*EXPERT, *LINEAR)),
     ],
     ids=[
         "glm-tensor",
@@ -190,6 +218,9 @@ def quantize(path: Path) -> None:
         "fp8-files",
         "next-tensor",
         "next-context",
+        "3.5-tensor",
+        "3.5-context",
+        "3.5-expert",
     ],
 )
 def test_it_learns_what_its_engine_samples(
@@ -211,6 +242,6 @@ def test_it_learns_what_its_engine_samples(
     print(f"largest |policy - engine| of {STEPS} steps: {largest:.1e}")
     mean = max(row["mismatch/logprob_abs_diff_mean"] for row in steps)
     print(f"largest mean of a step: {mean:.1e}")
-    assert mean <= (5e-3 if family == "qwen3_next" else 1e-5)
+    assert mean <= (5e-3 if family in zoo.LINEAR else 1e-5)
     assert len(steps) == STEPS and largest <= NATS.get(family, 1e-5)
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2

@@ -30,6 +30,14 @@ def score(tasks, responses):
     sums = [sum(map(ord, text)) % 7 for text in responses]
     return [{"reward": value / 7, "accuracy": 0.0} for value in sums]
 """
+# What vLLM's delta rule for CPUs takes; the tokenizer of Qwen3.5 makes more tokens of a question.
+IN_BF16 = (
+    "rollout.max_prompt_tokens=96",
+    "rollout.dtype=bfloat16",
+    "rollout.enable_prefix_caching=false",
+    "mismatch_limits.abort_above=0.6",
+    "weight_sync.logprob_check_tolerance=0.1",
+)
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1000)]
 
 
@@ -83,8 +91,9 @@ def train(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
         ("qwen3_vl", ()),
         ("qwen3_vl", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
         ("qwen3_vl_moe", ("parallel.tensor=1", "parallel.expert=2")),
+        ("qwen3_5_moe_vl", ("parallel.tensor=1", "parallel.expert=2", *IN_BF16)),
     ],
-    ids=["data", "tensor", "experts"],
+    ids=["data", "tensor", "experts", "delta"],
 )
 def test_durian_with_qwen3_vl(folder, family, layout):
     """After every update the engine's logprobs of what it samples are those of the policy."""
@@ -95,7 +104,10 @@ def test_durian_with_qwen3_vl(folder, family, layout):
     steps = [row for row in found if row["step"]]
     largest = max(row["mismatch/logprob_abs_diff_max"] for row in steps)
     print(f"largest |policy - engine| of {len(steps)} steps: {largest:.1e}")
-    assert len(steps) == 20 and largest <= 1e-5
+    mean = max(row["mismatch/logprob_abs_diff_mean"] for row in steps)
+    print(f"largest mean of a step: {mean:.1e}")
+    bounds = (0.6, 5e-3) if "rollout.dtype=bfloat16" in layout else (1e-5, 1e-5)
+    assert len(steps) == 20 and largest <= bounds[0] and mean <= bounds[1]
 
 
 def test_durian_sees_and_goes_on_bit_for_bit(folder):

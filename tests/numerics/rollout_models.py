@@ -19,6 +19,7 @@ from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.types import Completion, Prompt, Sampling
+from tests import zoo
 from tests.zoo import TWO_BASES, YARN, YARN2, transformer
 
 VOCAB, EOS = 96, 2
@@ -50,6 +51,17 @@ LATENT = {
     **ROUTER,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# vLLM's delta rule for CPUs takes heads of 64 and 128.
+DELTA = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+    "tie_word_embeddings": False,
+}
 FAMILIES = {
     "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
     "qwen3_yarn": {"head_dim": 32, "tie_word_embeddings": False, "rope_parameters": YARN2},
@@ -57,9 +69,7 @@ FAMILIES = {
     "llama": {"tie_word_embeddings": False},
     "qwen3_moe": {
         "head_dim": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
+        **EXPERTS,
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
@@ -108,19 +118,9 @@ FAMILIES = {
         "rope_parameters": YARN2 | {"truncate": False},
         "tie_word_embeddings": False,
     },
-    "qwen3_next": {
-        "head_dim": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "layer_types": ["linear_attention", "full_attention"],
-        "tie_word_embeddings": False,
-    },
+    "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
+    "qwen3_5": DELTA | {"tie_word_embeddings": True},
+    "qwen3_5_moe": DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
     "mixtral": {
         "head_dim": 32,
         "num_local_experts": 4,
@@ -139,7 +139,7 @@ def build(arch: str, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                centered = arch in ("gemma3", "qwen3_next") and "linear_attn" not in name
+                centered = arch in ("gemma3", *zoo.LINEAR) and "linear_attn" not in name
                 parameter.normal_(0.0 if centered else 1.0, 0.1)
             else:
                 parameter.normal_(0.0, 0.12)
@@ -168,11 +168,11 @@ LINEAR: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False}
 
 
 def number_format(arch: str) -> str:
-    return LINEAR["dtype"] if arch == "qwen3_next" else "float32"
+    return LINEAR["dtype"] if arch in zoo.LINEAR else "float32"
 
 
 def engine_config(arch: str = "", **changes: object) -> RolloutConfig:
-    values = (LINEAR if arch == "qwen3_next" else {}) | changes
+    values = (LINEAR if arch in zoo.LINEAR else {}) | changes
     return _engine_config(**values)
 
 

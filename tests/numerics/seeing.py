@@ -18,6 +18,7 @@ from megatron_rl.data.multimodal.masks import MaskedImage
 from megatron_rl.types import Image, Prompt, SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import TEMPERATURE, ClippedLoss, sequences
+from tests.numerics.rollout_models import DELTA
 from tests.zoo import IMAGE_TOKEN, tiny_model
 from tools.make_toy_vision_model import write_untrained
 
@@ -191,25 +192,33 @@ def write_model(path: Path, seed: int = 0, family: str = "qwen2_5_vl") -> Any:
     write_untrained(path, ["What is it?"], options)
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
     model = model.eval()
-    if family.startswith("qwen3_vl"):
+    if family != "qwen2_5_vl":
         model = with_deep_tower(path, model.config, family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif "visual" not in name:
+            elif "visual" not in name and "conv1d" not in name:
                 parameter.normal_(0.0, 0.06)
     zoo.save(model, path)
     return model
 
 
 def with_deep_tower(path: Path, config: Any, family: str = "qwen3_vl") -> Any:
-    """A Qwen3-VL with the sizes of the Qwen2.5-VL of ``path``, in its place."""
-    text = config.text_config.to_dict() | dict(model_type=f"{family}_text", head_dim=32)
-    if family == "qwen3_vl_moe":  # an engine of two ranks on CPUs takes no narrower experts
+    """A Qwen3-VL or 3.5 with the sizes of the Qwen2.5-VL of ``path``, in its place."""
+    kind = f"{family.removesuffix('_vl')}_text" if family in zoo.LINEAR else f"{family}_text"
+    text = config.text_config.to_dict() | dict(model_type=kind, head_dim=32)
+    if "moe" in family:  # an engine of two ranks on CPUs takes no narrower experts
         text |= zoo.EXPERTS | dict(moe_intermediate_size=64)
     text["rope_parameters"] |= dict(mrope_interleaved=True)
-    tower = zoo.DEEP_TOWER | dict(out_hidden_size=text["hidden_size"])
+    tower = zoo.DEEP_TOWER
+    if family in zoo.LINEAR:
+        rope = zoo.TURNS | dict(mrope_section=[4, 2, 2])
+        text |= DELTA | dict(
+            tie_word_embeddings=True, shared_expert_intermediate_size=64, rope_parameters=rope
+        )
+        tower = zoo.SQUARE_TOWER
+    tower = tower | dict(out_hidden_size=text["hidden_size"])
     ids = {key: getattr(config, key) for key in zoo.SPECIAL_IDS}
     file = path / "preprocessor_config.json"
     file.write_text(file.read_text().replace("Qwen2_5_VLProcessor", "Qwen3VLProcessor"))
@@ -226,7 +235,7 @@ def with_deep_tower(path: Path, config: Any, family: str = "qwen3_vl") -> Any:
 
 def published_name(name: str, model: str = "qwen2_5_vl") -> str:
     """Of a tensor, from its name in transformers."""
-    if model.startswith("qwen3_vl"):
+    if model.startswith("qwen3"):
         return name
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
 
@@ -237,7 +246,9 @@ def seeing_reference(model: str, layers: int | None) -> dict[str, Any]:
     found = seeing_differentiated(hf)
     # Files have the matrices of experts in the other order of axes.
     gradients = {
-        published_name(key, model): each.grad if each.dim() != 3 else each.grad.transpose(1, 2)
+        published_name(key, model): each.grad.transpose(1, 2)
+        if model == "qwen3_vl_moe" and each.dim() == 3
+        else each.grad
         for key, each in hf.named_parameters()
     }
     return found | dict(gradients=gradients)

@@ -45,6 +45,7 @@ CASES = {
         Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
         Case("sinks", {"tensor": 2, "sequence": True, "expert": 2}, model="gpt_oss"),
         Case("delta", {"tensor": 2, "sequence": True, "expert": 2}, model="qwen3_next"),
+        Case("four_matrices", {"tensor": 2, "sequence": True}, model="qwen3_5"),
         Case("delta_bf16", {"context": 2, **SHARDED}, "bfloat16", model="qwen3_next"),
         Case("sinks_bf16", {"expert": 2, **SHARDED}, "bfloat16", model="gpt_oss"),
         Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
@@ -83,6 +84,7 @@ RESHAPES = [
     ("latent", Case("pp2", {"pipeline": 2}, model="deepseek_v3")),
     ("sinks", Case("pp2", {"pipeline": 2}, model="gpt_oss")),
     ("delta", Case("pp2", {"pipeline": 2}, model="qwen3_next")),
+    ("four_matrices", Case("pp2", {"pipeline": 2}, model="qwen3_5")),
     ("windows", Case("pp2", {"pipeline": 2}, model="gemma3")),
 ]
 

@@ -28,6 +28,8 @@ NAMES = (
     "gemma3",
     "gpt_oss",
     "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 # Layouts into which the weights of a converted checkpoint are read.
 CASES = [
@@ -40,6 +42,7 @@ CASES = [
     Case("windows", {"pipeline": 2}, model="gemma3"),
     Case("sinks", {"tensor": 2, "sequence": True}, model="gpt_oss"),
     Case("delta", {"tensor": 2, "sequence": True}, model="qwen3_next"),
+    Case("four_matrices", {"tensor": 2, "sequence": True}, model="qwen3_5_moe"),
 ]
 # Layouts that write a checkpoint of their own.
 TRAINED = [
@@ -50,6 +53,7 @@ TRAINED = [
     Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
     Case("sinks", {"expert": 2}, model="gpt_oss"),
     Case("delta", {"pipeline": 2}, model="qwen3_next"),
+    Case("four_matrices", {"pipeline": 2}, model="qwen3_5"),
 ]
 
 

@@ -22,6 +22,7 @@ VL = "qwen2_5_vl"
 TIED = "qwen2_5_vl_tied"
 DEEP = "qwen3_vl"
 MOE = "qwen3_vl_moe"
+DELTA, DELTA_MOE = "qwen3_5_vl", "qwen3_5_moe_vl"
 CASES = [
     _case(VL, 1),
     _case(VL, 2, tensor=2, full=True),  # a part of the next
@@ -40,6 +41,13 @@ CASES = [
     _case(MOE, 2, pipeline=2, virtual_pipeline=2, full=True),
     _case(MOE, 2, context=2, full=True),
     _case(MOE, 2, expert=2, **OVERLAP, full=True),
+    _case(DELTA, 1),
+    _case(DELTA, 2, **SEQUENCE, recompute="selective", full=True),
+    _case(DELTA, 2, pipeline=2, full=True),
+    _case(DELTA, 2, context=2, full=True),
+    _case(DELTA_MOE, 1, full=True),
+    _case(DELTA_MOE, 2, **SEQUENCE, expert=2, full=True),
+    _case(DELTA_MOE, 2, expert=2, **OVERLAP, full=True),
     _case(VL, 1, recompute="selective", full=True),
     _case(VL, 2, **SEQUENCE, full=True),
     _case(VL, 2, pipeline=2, virtual_pipeline=2, full=True),

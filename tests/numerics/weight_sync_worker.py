@@ -101,7 +101,7 @@ def updated_equals_fresh(arch: str) -> None:
         report = update(engine, arch, seed, version)
         assert gap_to_fresh(engine, arch, seed) == 0.0
     groups = engine.generate(prompts, small.sampling())
-    bound = 1.0 if arch == "qwen3_next" else 1e-4  # bfloat16
+    bound = 1.0 if small.number_format(arch) == "bfloat16" else 1e-4
     assert small.logprob_gap(small.build(arch, 2), prompts, groups, lambda x: x) <= bound
     assert (
         {completion.weight_version for group in groups for completion in group}
@@ -355,6 +355,8 @@ if __name__ == "__main__":
         "moonlight",
         "gpt_oss",
         "qwen3_next",
+        "qwen3_5_moe",
+        "qwen3_5",
         "qwen3_yarn",
         "gemma3",
         "mistral_window",

@@ -17,10 +17,12 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.base import Architecture, LatentAttention, LinearAttention
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
+from tools.planning.linear_tables import linear_attention
 from tools.planning.shard_table import ShardTable, divide
 
 FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama")
 FAMILIES += ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next")
+FAMILIES += ("qwen3_5_text", "qwen3_5_moe_text")
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
@@ -59,7 +61,7 @@ class ModelShape:
     biased: bool = False  # biases, sinks and experts of GPT-OSS
     router_bias: bool = False  # as GLM-4.5: no gate before the shared expert then
     latent: LatentAttention | None = None
-    linear: LinearAttention | None = None  # of Qwen3-Next: gated attention and shared expert then
+    linear: LinearAttention | None = None  # attention and shared expert are gated then
     dense_layers: tuple[int, ...] = ()  # with an ordinary feed-forward, where others have experts
     expert_names: Literal["qwen", "mixtral"] = "qwen"
     dtype: str = "bfloat16"
@@ -173,7 +175,7 @@ def rollout_shards(model: ModelShape, layout: RolloutLayout, rank: int) -> list[
         kind = (sparse, is_linear)
         worker.layers([layer for layer in worker.stage if model.kind(layer) == kind])
         if is_linear and model.linear is not None:
-            worker.linear_attention(model.linear)
+            linear_attention(worker.table, model.linear, model.hidden, layout.tp, worker.tp_rank)
         elif model.latent is None:
             worker.attention()
         else:
@@ -196,10 +198,12 @@ class _Worker:
         self.tp_rank = local_rank % layout.tp
         number = local_rank // layout.tp % layout.pp
         self.stage = engine_stages(model.layers, layout.pp)[number]
-        # In vLLM every stage of a model with experts has the embedding, the last norm and the head.
-        is_last = number == layout.pp - 1
-        self.has_head = is_last or model.experts > 0
-        self.has_embedding = number == 0 or model.experts > 0 or (is_last and model.tied)
+        # In vLLM every stage of a model with experts has the embedding, the last norm and the head;
+        # of Qwen3.5 the embedding alone.
+        is_last, has_four = number == layout.pp - 1, model.linear and not model.linear.fused
+        self.has_head = is_last or (model.experts > 0 and not has_four)
+        every = bool(model.experts or has_four)
+        self.has_embedding = number == 0 or every or (is_last and model.tied)
         self.table = ShardTable(model.dtype)
         if model.biased:
             self.table.renamed = (("self_attn.", "attn."), (".embed_tokens", ".embedding"))
@@ -252,30 +256,6 @@ class _Worker:
         if model.qk_norm:
             self.same_name("self_attn.q_norm", (model.head_dim,))
             self.same_name("self_attn.k_norm", (model.head_dim,))
-
-    def linear_attention(self, linear: LinearAttention) -> None:
-        """Rows by key head, as HF has them, but of the filter: queries, keys, values."""
-        hidden, tp, here = self.model.hidden, self.layout.tp, self.tp_rank
-        divide("key heads of linear attention", linear.key_heads, "rollout tp", tp)
-        keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
-        heads = linear.value_heads
-        for name, full in (
-            ("in_proj_qkvz.weight", (2 * keys + 2 * values, hidden)),
-            ("in_proj_ba.weight", (2 * heads, hidden)),
-            ("dt_bias", (heads,)),
-        ):
-            name, rows = f"linear_attn.{name}", full[0] // tp
-            self.table.rows(name, full, here * rows, rows, name)
-        name, rows = "linear_attn.A_log", heads // tp
-        replace(self.table, dtype="float32").rows(name, (heads,), here * rows, rows, name)
-        name, first = "linear_attn.conv1d.weight", 0
-        for size in (keys, keys, values):
-            full, part = (linear.filtered, 1, linear.kernel), size // tp
-            self.table.rows(name, full, first + here * part, part, name, first // tp)
-            first += size
-        self.same_name("linear_attn.norm", (linear.value_dim,))
-        name, part = "linear_attn.out_proj.weight", values // tp
-        self.table.columns(name, (hidden, values), here * part, part, name)
 
     def latent_attention(self, latent: LatentAttention) -> None:
         model = self.model

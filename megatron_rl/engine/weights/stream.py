@@ -25,6 +25,7 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
     directory = HfDirectory(model_path)
     shapes = {name: directory.shape(name) for name in directory.files}
     config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    config = {**(config.get("text_config") or {}), **config}
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     more = config.get("num_nextn_predict_layers") or 0

@@ -44,10 +44,11 @@ def read(hf: Any) -> Architecture:
 def mrope_section(text: Any) -> tuple[int, ...]:
     section = tuple(text.rope_parameters.get("mrope_section") or ())
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if len(section) != 3 or 2 * sum(section) != head_dim:
+    rotated = int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
+    if len(section) != 3 or 2 * sum(section) != rotated:
         raise ValueError(
             f"config.json of {text.model_type}: mrope_section is {list(section)}; three numbers"
-            f" that sum to half the head size of {head_dim} are supported, correct the key"
+            f" that sum to half the rotated part of a head, of {rotated}, are supported, correct it"
         )
     return section
 

@@ -15,8 +15,8 @@ import yaml
 from megatron_rl import models as families
 from megatron_rl.models import architecture_from, read_architecture
 from megatron_rl.models.parameter_map import layer_parameters, shards
+from tests.zoo import CLASSES, SMALL, TEXT_PARTS
 from tests.zoo import FAMILIES as TINY
-from tests.zoo import SMALL
 
 ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
 
@@ -24,10 +24,9 @@ FAMILIES_FOLDER = Path(families.__file__).parent
 
 
 def config(kind: str, **more: Any) -> Any:
-    name = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3"}
-    name = (name | {"GptOss": "gpt_oss", "Qwen3Next": "qwen3_next"}).get(kind, kind.lower())
-    of_text = "Gemma3Text" if kind == "Gemma3" else kind
-    return getattr(transformers, f"{of_text}Config")(**(SMALL | TINY[name] | more))
+    name = next(name for name in TINY if CLASSES[name] == kind)
+    of_text = "Text" if name in TEXT_PARTS else ""
+    return getattr(transformers, f"{kind}{of_text}Config")(**(SMALL | TINY[name] | more))
 
 
 def read(kind: str, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The lines of a Megatron rank for Qwen3-Next, declared by hand: see ``training_tables``."""
+"""The lines of a Megatron rank for linear attention, by hand: see ``training_tables``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def linear_sizes(config: Mapping[str, Any]) -> LinearAttention:
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         kernel=config["linear_conv_kernel_dim"],
+        fused=config["model_type"] == "qwen3_next",
     )
 
 
@@ -26,19 +27,30 @@ def linear_attention(
     lines: ShardTable, model: ModelShape, linear: LinearAttention, tp: int, rank: int
 ) -> None:
     """A rank has whole key heads, of which HF keeps q, k, v, z and b, a together; here all q
-    come first, then all k, and so on."""
+    come first, then all k, and so on. Qwen3.5 has four matrices, of which the first has all q, all
+    k, all v."""
     key = "self_attention.in_proj.weight"
     heads = linear.key_heads // tp
     group = linear.value_heads // linear.key_heads
     first, at, k, v = rank * heads, 0, linear.key_dim, group * linear.value_dim
-    for name, period, pieces in (
-        ("in_proj_qkvz", 2 * (k + v), ((0, k), (k, k), (2 * k, v), (2 * k + v, v))),
-        ("in_proj_ba", 2 * group, ((0, group), (group, group))),
-    ):
-        full = (linear.key_heads * period, model.hidden)
+    queries, fused = linear.key_heads * k, linear.fused
+    matrices = (
+        ("qkvz", 2 * (k + v), ((0, k), (k, k), (2 * k, v), (2 * k + v, v))),
+        ("ba", 2 * group, ((0, group), (group, group))),
+    )
+    if not fused:
+        kinds = ((0, k), (queries, k), (2 * queries, v))
+        matrices = (
+            ("qkv", 2 * k + v, kinds),
+            *((name, rows, ((0, rows),)) for name, rows in (("z", v), ("b", group), ("a", group))),
+        )
+    for name, of_head, pieces in matrices:
+        full, tensor = (
+            (linear.key_heads * of_head, model.hidden),
+            f"linear_attn.in_proj_{name}.weight",
+        )
         for (start, rows), head in product(pieces, range(first, first + heads)):
-            tensor = f"linear_attn.{name}.weight"
-            lines.rows(tensor, full, head * period + start, rows, key, at)
+            lines.rows(tensor, full, head * (of_head if fused else rows) + start, rows, key, at)
             at += rows
     at, full = 0, (linear.filtered, 1, linear.kernel)
     for start, rows in ((0, k), (linear.key_heads * k, k), (2 * linear.key_heads * k, v)):

@@ -30,6 +30,7 @@ from tools.planning.engine_tables import (
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
 FAMILIES += ("deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next")
+FAMILIES += ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelShape:
@@ -62,7 +63,7 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         heads=heads,
         kv_heads=config["num_key_value_heads"],
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn=config["intermediate_size"],
+        ffn=config.get("intermediate_size", 0),
         vocab=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings")),
         biased=biased,
@@ -71,7 +72,7 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         output_norms=family == "gemma3_text",
         dtype=dtype,
         latent=latent,
-        linear=linear_sizes(config) if family == "qwen3_next" else None,
+        linear=linear_sizes(config) if "linear_num_key_heads" in config else None,
         **_expert_sizes(config),
     )
 
@@ -92,7 +93,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
             "router_bias": True,
             "dense_layers": tuple(range(config["first_k_dense_replace"])),
         }
-    if not family.endswith(("_moe", "next")):
+    if not family.removesuffix("_text").endswith(("_moe", "next")):
         return {}
     step = config.get("decoder_sparse_step") or 1
     without_experts = config.get("mlp_only_layers") or ()
