@@ -4,14 +4,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.keys import flat, natural
-from megatron_rl.reporting.metrics_file import Row, read_metrics
+from megatron_rl.reporting.metrics_file import Row
 from megatron_rl.reporting.scores import last_value, rows_of
-from megatron_rl.run.files import CONFIG, CURVES, EVALUATION, METRICS, REQUEUE
+from megatron_rl.run.files import CONFIG, CURVES, METRICS, REQUEUE, metrics_of
 
 ABSENT = "(absent)"
 
@@ -130,17 +129,9 @@ def _looks_like_run(folder: Path, files: Sequence[str]) -> bool:
 def read_run(folder: Path, name: str, problems: list[str]) -> Run:
     """The run; what of it is damaged but not needed is added to ``problems``."""
     record, settings = _record(folder / CONFIG)
-    rows = _rows(folder / METRICS)
+    rows, evaluation = metrics_of(folder, name, problems)
     if not rows:
         raise ValueError(f"{METRICS} has no row yet")
-    evaluation: list[Row] = []
-    path = folder / EVALUATION / METRICS
-    if path.is_file():
-        # A page without its evaluation is still worth having.
-        try:
-            evaluation = _rows(path)
-        except (ValueError, OSError) as error:
-            problems.append(f"{name}: its evaluation is not shown: {error}")
     done = int(rows[-1]["step"] or 0)
     # A run is over after its last step. Where it may end before, the figure tells, the last thing
     # that a run writes; where it may not, that figure is of its end before it was made longer.
@@ -148,20 +139,6 @@ def read_run(folder: Path, name: str, problems: list[str]) -> Run:
     may_end_early = settings.get("evaluation.stop_after") is not None
     finished = done >= int(settings["trainer.num_steps"]) or (may_end_early and ended)
     return Run(folder, name, record, settings, rows, evaluation, finished)
-
-
-def _rows(path: Path) -> list[Row]:
-    """The rows with a number or None at each key; a number that is not finite is None."""
-    rows = read_metrics(path)
-    for row in rows:
-        for key, value in row.items():
-            if value is not None and not isinstance(value, int | float):
-                raise ValueError(
-                    f"{path.name} is damaged: {key} of step {row['step']} is {value!r}, no number"
-                )
-            if value is not None and not isfinite(value):
-                row[key] = None
-    return rows
 
 
 def _record(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

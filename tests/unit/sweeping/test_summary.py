@@ -88,3 +88,16 @@ def test_pass_at_k_is_that_of_an_evaluation_after_the_training(tmp_path):
     later.write_text('{"step": 1, "eval/accuracy": 0.9, "eval/pass_at_4": 0.75}\n')
     text = summary(trials, names(trials), [*ACCURACY, "eval/pass_at_4"])
     assert [rows(part)[0][2] for part in text.split("\n\n")] == ["0.200", "0.750"]
+
+
+def test_an_evaluation_that_is_damaged_is_named_and_the_training_counts(tmp_path):
+    trials = runs(tmp_path, (0.2,), "seed=1")
+    later = trials[0].folder / "evaluation" / "metrics.jsonl"
+    later.parent.mkdir()
+    later.write_text('{"step": 1, "eval/pass_at_4": "much"}\n')
+    part, note = summary(trials, names(trials), ACCURACY).split("\n\n")
+    assert rows(part)[0][2] == "0.200"
+    assert note == (
+        f"{trials[0].name}: its evaluation is not shown: metrics.jsonl is damaged: eval/pass_at_4"
+        " of step 1 is 'much', no number"
+    )
