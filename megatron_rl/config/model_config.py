@@ -218,10 +218,10 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
     required = REQUIRED if architectures is None else (*REQUIRED, *_WEIGHTS_DECIDE)
     for key in NUMBERS:
         _check_number(file, values, key)
-    has_other = "moe_intermediate_size" in values and "intermediate_size" not in values
+    if "moe_intermediate_size" in values and "intermediate_size" not in values:
+        required = tuple(key for key in required if key != "intermediate_size")
     for key in (*REQUIRED, *OPTIONAL):
-        is_other = has_other and key == "intermediate_size"
-        _check_size(file, values, key, required=key in required and not is_other)
+        _check_size(file, values, key, required=key in required)
     return values
 
 

@@ -30,7 +30,7 @@ from megatron_rl.models.deepseek_v3 import ROUTER
 from tests import zoo
 from tests.e2e.toy import SIZES, VOCAB, overrides, rows, write_data, write_tokenizer
 from tests.launch import launch
-from tests.zoo import TWO_BASES, YARN, YARN2
+from tests.rotary import TURNS, TWO_BASES, YARN, YARN2
 
 STEPS = 20
 EXPERT = ("parallel.tensor=1", "parallel.expert=2", "rollout.tensor=1")
@@ -109,13 +109,7 @@ GATED: dict[str, Any] = DELTA | dict(
     shared_expert_intermediate_size=64,
 )
 # As published files have it: of text alone positions are equal.
-TURNS: dict[str, Any] = dict(
-    rope_type="default",
-    rope_theta=1e4,
-    partial_rotary_factor=0.25,
-    mrope_section=[2, 1, 1],
-    mrope_interleaved=True,
-)
+QUARTER: dict[str, Any] = TURNS | dict(partial_rotary_factor=0.25)
 PLAIN: dict[str, Any] = dict(q_lora_rank=None, n_group=1, topk_group=1)
 
 
@@ -138,11 +132,11 @@ def write_model(family: str, path: Path) -> None:
     elif family == "qwen3_next":
         model = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES | GATED)).float()
     elif family == "qwen3_5":
-        more = DELTA | dict(rope_parameters=TURNS)
+        more = DELTA | dict(rope_parameters=QUARTER)
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES | more)).float()
     elif family == "qwen3_5_moe":
         # transformers reads this family's tokenizers by a class of its own, which adds a token.
-        more = GATED | dict(rope_parameters=TURNS, vocab_size=len(VOCAB) + 1)
+        more = GATED | dict(rope_parameters=QUARTER, vocab_size=len(VOCAB) + 1)
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SIZES | more)).float()
     else:
         more = LATENT | (dict(rope_parameters=YARN) if family == "deepseek_v3" else PLAIN)

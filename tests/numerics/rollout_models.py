@@ -20,7 +20,8 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.deepseek_v3 import ROUTER
 from megatron_rl.types import Completion, Prompt, Sampling
 from tests import zoo
-from tests.zoo import TWO_BASES, YARN, YARN2, transformer
+from tests.rotary import TWO_BASES, YARN, YARN2
+from tests.zoo import transformer
 
 VOCAB, EOS = 96, 2
 SIZES = {
