@@ -138,7 +138,10 @@ def written(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return make
 
 
-OF_FULL_TIER = ("tp2_bf16", "dp2", "dp2_bf16", "first_dense", "first_dense_bf16", "experts")
+OF_FULL_TIER = (
+    *("tp2_bf16", "dp2", "dp2_bf16", "first_dense", "first_dense_bf16", "experts"),
+    *("delta_bf16", "sinks_bf16", "four_matrices"),
+)
 
 
 def each(cases: Any, *, full: bool = False) -> list[Any]:

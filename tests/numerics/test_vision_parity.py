@@ -32,7 +32,7 @@ CASES = [
     _case(VL, 2),
     _case(VL, 2, **OVERLAP),
     _case(DEEP, 1),
-    _case(DEEP, 2, **SEQUENCE, recompute="selective"),
+    _case(DEEP, 2, **SEQUENCE, recompute="selective", full=True),
     _case(DEEP, 2, pipeline=2, virtual_pipeline=2, full=True),
     _case(DEEP, 2, context=2, full=True),
     _case(DEEP, 2, **OVERLAP, full=True),

@@ -65,7 +65,14 @@ def test_disaggregated_rollout_receives_everything(
     assert got["bytes_across_nodes"] == got["lower_bound"] == 4344 and got["bytes_local"] == 0
 
 
-@pytest.mark.parametrize("model", sorted(set(PRESETS) - {"qwen2.5-7b"}))
+@pytest.mark.parametrize(
+    "model",
+    [
+        # Ten seconds for what qwen3.5-35b, with the same kinds of layers, shows in half of them.
+        pytest.param(name, marks=pytest.mark.full if name == "qwen3-next-80b" else ())
+        for name in sorted(set(PRESETS) - {"qwen2.5-7b"})
+    ],
+)
 def test_large_models_are_planned_at_the_lower_bound(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
