@@ -117,6 +117,9 @@ class Step:
         self._whole_parameters(found)
         self._data_parallel(found, gradients=True, weights=not self.parallel.overlap_param_gather)
         found.add("all_reduce", "optimizer", self.world, FLOAT, 1, 1)  # the norm of the gradient
+        # How many tokens each expert of each layer got.
+        experts = (self.arch.num_layers - self.arch.num_dense_layers) * self.arch.num_experts
+        found.add("all_reduce", "world", self.world, ("float64", 8), int(experts > 0), experts)
         # The totals, as objects: their length, then themselves.
         found.add("all_gather", "world", self.world, LONG, 1, 1)
         found.add("all_gather", "world", self.world, ("uint8", 1), 1, 0)
