@@ -85,6 +85,7 @@ class Prompt:
 
 
 HINTS = "hints"  # of a prompt's extra: ratio, token_ids and text of its hinted forms
+GUIDES = "guides"  # of a prompt's extra: the demonstrations that a hook gives it, as completions
 
 
 def first_uid(uid: str) -> str:

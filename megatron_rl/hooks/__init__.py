@@ -1,4 +1,4 @@
-"""Hooks of rollouts. Importing this package registers its own: vcrl, dars, erpo, ghpo, ar3po,
+"""Hooks of rollouts. Importing this package registers its own: vcrl, dars, erpo, ghpo, ampo, ar3po,
 exgrpo."""
 
 from megatron_rl.hooks import replay, sampling

@@ -26,8 +26,8 @@ What holds whatever a hook does:
 - Hooks run in the order of the configuration, each on what the one before left. One that asks is
   called again with the answers, until it asks no more.
 - What is asked is sampled by the newest weights. Evaluation is not hooked.
-- One that remembers responses gives them to later groups, where they are demonstrations: the method
-  of the run has to read which rows those are.
+- One that gives responses, those that it remembers or those that prompts bring along, gives them
+  as demonstrations: the method of the run has to read which rows those are.
 - A prompt's temperature is that of the hooks when its weights were published: a server that is
   ``source.staleness`` updates behind does not know of later steps.
 """
@@ -53,6 +53,8 @@ class HookChoice(NamedTuple):
         changes_temperature: some responses are sampled at another one than the policy is trained
             at, so that a run needs importance weights.
         remembers: it is told the right responses of a step, and gives some to later ones.
+        on_demand: what prompts bring along is not given to their groups, but put aside for it
+            (``Prompt.extra``, ``types.GUIDES``).
     """
 
     make: Callable[..., Any]
@@ -60,6 +62,7 @@ class HookChoice(NamedTuple):
     resamples: bool = False
     changes_temperature: bool = False
     remembers: bool = False
+    on_demand: bool = False
 
 
 ROLLOUT_HOOKS = Choices("rollout hook")
@@ -132,14 +135,14 @@ class ScoredGroup(NamedTuple):
 class Ask(NamedTuple):
     """``num_responses`` more are wanted to ``prompt``. They join the group ``into`` (its number
     among those that the hook was given); None: they are a group of their own, behind all others.
-    The first of them are ``given``, which are not sampled. With ``replaces`` as many of the last
-    judged ones of the group ``into`` leave as join."""
+    The first of them are ``given``, which are not sampled. When they have joined, ``replaces`` of
+    the last judged ones that the group had leave."""
 
     prompt: Prompt
     num_responses: int
     into: int | None = None
     given: Sequence[Completion] = ()
-    replaces: bool = False
+    replaces: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ Maker = TypeVar("Maker", bound=Callable[..., SamplingHook])
 
 
 def register_sampling_hook(
-    name: str, *, changes_temperature: bool = False
+    name: str, *, changes_temperature: bool = False, on_demand: bool = False
 ) -> Callable[[Maker], Maker]:
     """A class derived from ``SamplingHook``, or ``f(*, knobs)`` that returns one, which has no
     ``remember``; what its constructor takes by keyword are its knobs. A run names it,
@@ -201,7 +204,9 @@ def register_sampling_hook(
         schema = new_schema(ROLLOUT_HOOKS, name, function, positional)
         # Of a function this is the default: False.
         remembers = getattr(make, "remember", SamplingHook.remember) is not SamplingHook.remember
-        ROLLOUT_HOOKS[name] = HookChoice(make, schema, True, changes_temperature, remembers)
+        ROLLOUT_HOOKS[name] = HookChoice(
+            make, schema, True, changes_temperature, remembers, on_demand
+        )
         return make
 
     return register

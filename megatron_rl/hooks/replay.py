@@ -72,7 +72,7 @@ class Ar3po(Replay):
             uid = first_uid(group.prompt.uid)
             if uid in self.known:
                 given = Random(f"{step} {uid}").choice(self.known[uid])  # alike on every rank
-                asks.append(Ask(group.prompt, 1, at, [given], replaces=True))
+                asks.append(Ask(group.prompt, 1, at, [given], replaces=1))
         metrics = {
             "sampled_per_group_mean": sum(group.num_responses for group in groups) / len(groups),
             "unsolved_groups": len(unsolved),
@@ -87,7 +87,7 @@ class Ar3po(Replay):
 class Exgrpo(Replay):
     """Beside the prompts of a step, earlier ones that were sometimes right are asked for a response
     less than a group has; what is known of them is given to the group, and the method keeps one
-    (``filters.one_demonstration``). They are drawn by how often they were right, half of a group
+    (``filters.demonstrations``). They are drawn by how often they were right, half of a group
     rather than all; one that was always right is not drawn again.
     Source: arXiv 2510.02245, its released code."""
 

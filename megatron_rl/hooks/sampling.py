@@ -1,4 +1,4 @@
-"""The sampling hooks of the package: vcrl, dars, erpo, ghpo.
+"""The sampling hooks of the package: vcrl, dars, erpo, ghpo, ampo.
 
 ``examples/plugins/sampling_hooks.md`` says what of them no public source pins.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatron_rl.hooks.base import Ask, Resample, SamplingHook, ScoredGroup, register_sampling_hook
-from megatron_rl.types import HINTS, Prompt, first_uid
+from megatron_rl.types import GUIDES, HINTS, Prompt, first_uid
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -179,6 +179,29 @@ class Erpo(SamplingHook):
 
     def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
         self.visits = dict(state["visits"])
+
+
+@register_sampling_hook("ampo", on_demand=True)
+@dataclass(kw_only=True)
+class Ampo(SamplingHook):
+    """A group that is all wrong is given the responses that its prompt brings along, of which the
+    method keeps some (``filters.demonstrations``); ``replaces`` wrong ones, or as many as there are
+    given ones, leave for them. Source: arXiv 2510.02227, its released code."""
+
+    replaces: Count = 2
+
+    def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
+        if turn:  # what was given has joined
+            return Resample()
+        asks = []
+        wrong = [at for at, each in enumerate(groups) if each.scores and not each.num_correct]
+        for at in wrong:
+            guides = groups[at].prompt.extra.get(GUIDES, ())
+            if guides:
+                leaving = min(self.replaces, len(guides))
+                asks.append(Ask(groups[at].prompt, len(guides), at, guides, leaving))
+        metrics = {"unsolved_groups": len(wrong), "guided_groups": len(asks)}
+        return Resample(asks, metrics=metrics)
 
 
 HINT = "hint_ratio"  # of a prompt's extra: how much of its solution it shows

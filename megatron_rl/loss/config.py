@@ -22,7 +22,12 @@ from megatron_rl.loss.choices import (
     TOKEN_SHAPERS,
 )
 from megatron_rl.loss.per_response import advantages, histories, shaping  # noqa: F401
-from megatron_rl.loss.per_response.filters import Curiosity, Overlong, Repetition
+from megatron_rl.loss.per_response.filters import (
+    ChosenDemonstrations,
+    Curiosity,
+    Overlong,
+    Repetition,
+)
 from megatron_rl.loss.per_token import (  # noqa: F401 (decorators fill the tables)
     aggregate,
     covariance,
@@ -130,7 +135,7 @@ class FiltersConfig(Piece):
 
     dynamic_sampling: DynamicSamplingConfig | None = None
     drop_all_correct: bool = False
-    one_demonstration: bool = False  # of a group, before anything is estimated
+    demonstrations: ChosenDemonstrations | None = None  # before anything is estimated
 
 
 class MethodConfig(Piece):

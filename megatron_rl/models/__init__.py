@@ -23,24 +23,11 @@ from megatron_rl.models.base import Architecture, Family, Slot
 from megatron_rl.models.hybrid import qwen3_5, qwen3_next
 from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 
+_DENSE = (gemma3, llama, mistral, qwen2, qwen3)
+_OF_EXPERTS = (deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe, qwen3_next)
+_SEEING = (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
 FAMILIES = {
-    module.FAMILY.architecture: module.FAMILY
-    for module in (
-        deepseek_v3,
-        gemma3,
-        glm4_moe,
-        gpt_oss,
-        llama,
-        mistral,
-        mixtral,
-        qwen2,
-        qwen2_5_vl,
-        qwen3,
-        qwen3_moe,
-        qwen3_next,
-        qwen3_vl,
-        qwen3_vl_moe,
-    )
+    module.FAMILY.architecture: module.FAMILY for module in (*_DENSE, *_OF_EXPERTS, *_SEEING)
 } | {family.architecture: family for family in qwen3_5.FAMILIES}
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.types import DEMONSTRATED, Completion, Prompt
+from megatron_rl.types import DEMONSTRATED, GUIDES, Completion, Prompt
 
 KEY = "given_responses"
 Encode = Callable[[str], Sequence[int]]
@@ -85,6 +85,14 @@ class Demonstrations:
 def demonstration(token_ids: Sequence[int]) -> Completion:
     """A response that no engine sampled."""
     return Completion(token_ids, [0.0] * len(token_ids), False, DEMONSTRATED)
+
+
+def put_aside(prompt: Prompt, encode: Encode) -> Prompt:
+    """The prompt with its demonstrations kept for a hook, see ``HookChoice.on_demand``."""
+    given = prompt.extra.get(KEY, ())
+    guides = [demonstration(_token_ids(response, encode)) for response in given]
+    plain = without_demonstrations(prompt)
+    return replace(plain, extra={**plain.extra, GUIDES: guides})
 
 
 def without_demonstrations(prompt: Prompt) -> Prompt:

@@ -1,12 +1,18 @@
-"""Logprobs of each response: the old policy's, their KL to the reference, how far they moved."""
+"""Logprobs of each response: the old policy's, also of the answer in it, their KL to the reference,
+how far they moved."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_rl.data.reading import Data
+from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.loss.per_token import kl
 from megatron_rl.loss.segments import lifted
 from megatron_rl.passes import Output
-from megatron_rl.signals.base import Columns, Signal, StepView
+from megatron_rl.signals.base import Columns, Signal, SignalSetup, StepView
 from megatron_rl.signals.registry import register_signal
 
 ENTROPY = Output("entropy")
@@ -53,6 +59,51 @@ class MeanEntropy(Signal):
         assert view.experience.old is not None
         entropy = lifted(view.experience.old.columns[ENTROPY.name])
         return view.of_all_rows({"mean_entropy": means(entropy, view)})
+
+
+@register_signal
+class AnswerProbability(Signal):
+    """``answer_probability`` of each demonstration: the mean of the old policy's probabilities of
+    the tokens of its prompt's answer, where it has that last; 0 of one that does not have it, and
+    of the sampled responses."""
+
+    about = "the old policy's logprobs before the credit, and where demonstrations have the answer"
+    columns = ("answer_probability",)
+    scores = ("old",)
+
+    def prepare(self, data: Data, setup: SignalSetup) -> Data:
+        self.decode = text_of(load_tokenizer(setup.model_path))
+        return data
+
+    def after_rollout(self, view: StepView) -> Columns:
+        assert view.experience.old is not None and view.local.rows is not None
+        responses, batch = view.experience.responses, view.local.batch
+        start, end = batch.response_offsets[:-1].tolist(), batch.offsets[1:].tolist()
+        is_answer = torch.zeros(int(batch.response_lengths.sum()), dtype=torch.bool)
+        for at, row in enumerate(view.local.rows.tolist()):
+            if responses.is_demonstration[row]:
+                token_ids = batch.token_ids[end[at] - int(batch.response_lengths[at]) : end[at]]
+                place = last_place(responses.prompts[row].answer, token_ids.tolist(), self.decode)
+                is_answer[start[at] : start[at] + batch.response_lengths[at]][place] = True
+        probabilities = lifted(view.experience.old.logprobs).exp()
+        of_answers = totals(probabilities.masked_fill(~is_answer, 0), view)
+        count = totals(is_answer.to(probabilities.dtype), view).clamp(min=1)
+        return view.of_all_rows({"answer_probability": of_answers / count})
+
+
+def last_place(
+    text: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> slice:
+    """The tokens with the last ``text`` of what they say; none where there is none.
+
+    Example: of "1", "+", "12", ".", and the text "1", it is the third.
+    """
+    if not text or text not in decode(token_ids):
+        return slice(0)
+    places = range(len(token_ids) + 1)
+    start = bisect_left(places, True, key=lambda at: text not in decode(token_ids[at:])) - 1
+    end = bisect_left(places, True, start, key=lambda at: text in decode(token_ids[start:at]))
+    return slice(start, end)
 
 
 @register_signal

@@ -29,7 +29,13 @@ from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.build import SourceParts, build_colocated, build_served
-from megatron_rl.rollouts.demonstrations import KEY, Demonstrations, check_demonstrations, encoder
+from megatron_rl.rollouts.demonstrations import (
+    KEY,
+    Demonstrations,
+    check_demonstrations,
+    encoder,
+    put_aside,
+)
 from megatron_rl.rollouts.environments.turns import needs_reward, turns_of_run
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks
 from megatron_rl.rollouts.post_rollout import PostRollout
@@ -80,7 +86,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
             reward.check([*data.train_prompts, *data.held_out_prompts])
     method, signals = build_method(config, data)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
-    demonstrations = build_demonstrations(config, method, data, tokenizer, world)
+    data, demonstrations = build_demonstrations(config, method, data, tokenizer, world)
     folder = RunFolder(config, world, display, signals)
     start = folder.prepare(data_fingerprint(training_stream(data, config).state()))
     if config.logging.rank_files and not world.is_main:
@@ -163,28 +169,33 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
 
 def build_demonstrations(
     config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
-) -> Demonstrations | None:
+) -> tuple[Data, Demonstrations | None]:
     """Collective. The responses that prompts bring along, or that hooks remember; None where the
-    method reads none.
+    method reads none. In the data they are put aside where a hook is to give them.
 
     Raises:
-        ValueError: they are none, see ``check_demonstrations``, or hooks remember responses for a
+        ValueError: they are none, see ``check_demonstrations``, or hooks give responses for a
             method that does not read which these are.
     """
-    hooks = [name for name in config.rollout_hooks if ROLLOUT_HOOKS[name].remembers]
+    hooks = {name: ROLLOUT_HOOKS[name] for name in config.rollout_hooks}
+    giving = [name for name, hook in hooks.items() if hook.remembers or hook.on_demand]
     if "is_demonstration" not in method.reads:
-        if hooks:
+        if giving:
             raise ValueError(
-                f"rollout_hooks.{hooks[0]}: gives responses of earlier steps, which method ="
+                f"rollout_hooks.{giving[0]}: gives responses that are not sampled, which method ="
                 f" {method.name} does not tell from sampled ones; choose one that does"
-                " (method=ar3po, method=exgrpo)"
+                " (method=ar3po, method=exgrpo, method=ampo)"
             )
-        return None
+        return data, None
     encode = encoder(tokenizer)
     limits = (config.batch.responses_per_prompt, config.rollout.max_response_tokens)
-    if not hooks or any(KEY in prompt.extra for prompt in data.train_prompts):
+    on_demand = any(hook.on_demand for hook in hooks.values())
+    if on_demand or not giving or any(KEY in prompt.extra for prompt in data.train_prompts):
         world.from_main(lambda: check_demonstrations(data.train_prompts, encode, *limits))
-    return Demonstrations(encode)
+    if on_demand:
+        aside = [put_aside(prompt, encode) for prompt in data.train_prompts]
+        data = replace(data, train_prompts=aside)
+    return data, Demonstrations(encode)
 
 
 def read_prompts(

@@ -82,6 +82,29 @@ def test_hinted_prompts_are_sampled_and_trained(folder: Path) -> None:
     assert len(of_step) == found[0]["rollout/num_responses"] == 16
 
 
+def test_groups_that_are_all_wrong_are_guided(folder: Path) -> None:
+    """By two of the three responses that their prompt brings; the policy finds as likely what the
+    sampler drew."""
+    lines = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    for line in lines:
+        letter = line["answer"]
+        line["extra"]["given_responses"] = [letter, letter * 2, letter * 3]
+    rows = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "guided.jsonl").write_text(rows)
+    settings = ("method=ampo", "rollout_hooks.ampo={}", f"data.train={folder / 'guided.jsonl'}")
+    settings += ("batch.responses_per_prompt=4", "logging.log_samples=64", *SETTINGS[-2:])
+    settings += ("rollout.max_response_tokens=4", "seed=3")
+    found = train(folder, "guided", 2, settings)
+    for row in found:
+        guided = row["hook/ampo/guided_groups"]
+        assert guided == row["hook/ampo/unsolved_groups"] > 0
+        # Of a guided group of 4: two sampled ones, three given ones of which one takes no part.
+        assert row["rollout/num_responses"] == 32 + guided
+        assert row["credit/none_correct_group_share"] == 0
+        assert row["mismatch/logprob_abs_diff_max"] < 1e-4
+        assert row["credit/advantage_positive_sum"] > 0 and row["optim/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("method", REPLAYS)
 def test_responses_of_earlier_steps_are_trained_again(folder: Path, method: str) -> None:
     plain = (*SETTINGS[4:6], *SETTINGS[-2:], "reward.timeout_s=60")

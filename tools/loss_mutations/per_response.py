@@ -70,11 +70,13 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("groups.sum(correct) < groups.count)", "groups.sum(correct) > 0)"),
         ("groups.sum(correct) < groups.count)", "groups.sum(correct) <= groups.count)"),
     ],
-    ("filters", "one_demonstration"): [
+    ("filters", "demonstrations"): [
         ("~is_demonstration, torch.inf)", "~is_demonstration, -torch.inf)"),
         ("torch.inf).argsort(stable=True)", "torch.inf).argsort(descending=True)"),
-        ("groups.count.cumsum(0) - groups.count", "groups.count.cumsum(0) - 1"),
-        ("keep = ~is_demonstration", "keep = is_demonstration"),
+        ("Segments(groups.index[sampled_last], groups", "Segments(groups.index, groups"),
+        ('self.by == "mean_entropy" else', 'self.by != "mean_entropy" else'),
+        ("(place < self.count)", "(place <= self.count)"),
+        ("~is_demonstration | (place", "is_demonstration & (place"),
     ],
     ("credit", "rows"): [
         ("if not rows.all():", "if rows.all():"),

@@ -149,7 +149,10 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("1 + 4 * high / old_probability", "1 + high / old_probability"),
         (".clamp(max=largest)", ""),
         ("dual_c: DualClip = 10.0", "dual_c: DualClip = None"),
-        ("lower, upper, dual_c)\n", "lower, upper)\n"),
+        (
+            "ratio_of(log_ratio), advantages, lower, upper, dual_c)",
+            "ratio_of(log_ratio), advantages, lower, upper)",
+        ),
         ("(logprobs - log_ratio).detach().exp()", "logprobs.detach().exp()"),
     ],
     ("response_losses", "simko"): [
@@ -171,8 +174,8 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("held = eta * ", "held = "),
         ("(log_u.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), alpha)", "(log_u, alpha)"),
         (
-            "others = clipped_around_one(ratio_of(log_ratio)",
-            "others = clipped_around_one(1 + log_ratio",
+            "clipped_around_one(ratio_of(log_ratio), advantages, low, high)",
+            "clipped_around_one(1 + log_ratio, advantages, low, high)",
         ),
     ],
     ("demonstrations", "rl_plus"): [
@@ -191,11 +194,10 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("log_ratio + gap - math.log(beta)", "log_ratio - math.log(beta)"),
         ("log_ratio + gap - math.log(beta)", "log_ratio - gap - math.log(beta)"),
         ("gap - math.log(beta)", "gap + math.log(beta)"),
-        ("torch.where(given, shaped, ratio", "torch.where(~given, shaped, ratio"),
-        (
-            "shaped, ratio_of(log_ratio)) * advantages",
-            "shaped, ratio_of(log_ratio).clamp(0.8, 1.2)) * advantages",
-        ),
+        ("log(beta)) * advantages", "log(beta))"),
+        ("low, most, dual_c)", "low, most)"),
+        ("low: NonNegativeFloat = 1.0", "low: NonNegativeFloat = 0.2"),
+        ("high: NonNegativeFloat | None = None", "high: NonNegativeFloat | None = 0.2"),
     ],
     ("demonstrations", "cross_entropy"): [
         ("response_index], -logprobs, torch", "response_index], logprobs, torch"),
@@ -210,8 +212,8 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("lower.masked_fill(given, -torch.inf)", "lower.masked_fill(given, torch.inf)"),
         ("upper.masked_fill(given, torch.inf)", "upper.masked_fill(~given, torch.inf)"),
         ("lower.masked_fill(given, -torch.inf)", "lower"),
-        ("torch.where(given, held,", "torch.where(given, held + others.per_token,"),
-        ("(given, held, others.per_token)", "(given, held, held)"),
+        ("torch.where(given, values,", "torch.where(given, values + others.per_token,"),
+        ("(given, values, others.per_token)", "(given, values, values)"),
     ],
     ("response_losses", "pacs"): [
         ("groups.sum(estimate)) - estimate) / others", "groups.sum(estimate))) / others"),

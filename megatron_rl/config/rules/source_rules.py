@@ -25,6 +25,11 @@ def source_problems(config: Config) -> Iterator[str]:
             why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
     yield from _hinted(config)
+    if "ampo" in config.rollout_hooks and config.method.filters.dynamic_sampling is not None:
+        yield (
+            "rollout_hooks.ampo: method.filters.dynamic_sampling refuses the groups that are all"
+            " wrong, which it is for; set it to null"
+        )
     yield from _unread(config.env)
     if config.rollout.anneal.schedule is not None:
         yield from _with_annealing(config)

@@ -12,7 +12,7 @@ from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS
 from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_response.advantages import ONE, zscore
 from megatron_rl.loss.per_response.evidence import Evidence
-from megatron_rl.loss.per_response.filters import Curiosity, not_all_correct, one_demonstration
+from megatron_rl.loss.per_response.filters import Curiosity, not_all_correct
 from megatron_rl.loss.segments import Segments, lifted, segments_of, where_correct
 
 
@@ -32,9 +32,9 @@ def response_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:
     if config.reward_shaping.curiosity is not None:
         for column in Curiosity.reads:
             yield column, Reading("reward_shaping.curiosity", {})
-    if config.filters.one_demonstration:
-        for column in ("is_demonstration", "mean_entropy"):
-            yield column, Reading("filters.one_demonstration", {})
+    given_rows = config.filters.demonstrations
+    for column in () if given_rows is None else given_rows.reads:
+        yield column, Reading("filters.demonstrations", {})
 
 
 def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
@@ -45,12 +45,10 @@ def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
     """
     rewards = lifted(batch.rewards)
     groups = segments_of(batch.group_ids)
-    if config.filters.one_demonstration:
-        columns = [
-            given(batch.columns.get(name), "ResponseBatch", name)
-            for name in ("is_demonstration", "mean_entropy")
-        ]
-        rows = one_demonstration(*columns, groups)
+    chosen = config.filters.demonstrations
+    if chosen is not None:
+        columns = [given(batch.columns.get(name), "ResponseBatch", name) for name in chosen.reads]
+        rows = chosen.rows(*columns, groups)
         if not rows.all():
             return _of_rows(rows, rewards, credit(batch.take(rows), config))
     check(rewards, groups, config)

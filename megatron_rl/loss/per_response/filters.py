@@ -1,6 +1,6 @@
 """Which groups and responses take part, and what is added to rewards before estimators see them."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -15,18 +15,29 @@ def not_all_correct(correct: ResponseFlags, groups: Segments) -> ResponseFlags:
     return groups.broadcast(groups.sum(correct) < groups.count)
 
 
-def one_demonstration(
-    is_demonstration: ResponseFlags, mean_entropy: PerResponse, groups: Segments
-) -> ResponseFlags:
-    """False for a group's demonstrations but that of the lowest mean entropy (of equals the first).
+class ChosenDemonstrations(Piece):
+    """Of a group's demonstrations ``count`` take part: those of the lowest mean entropy, or those
+    that make the answer the most likely (of equals the first).
 
-    Source: ExGRPO (arXiv 2510.02245), which of the remembered responses is trained on.
+    Source: by entropy ExGRPO (arXiv 2510.02245), by the answer AMPO (arXiv 2510.02227).
     """
-    sampled_last = mean_entropy.masked_fill(~is_demonstration, torch.inf).argsort(stable=True)
-    order = sampled_last[groups.index[sampled_last].argsort(stable=True)]  # group after group
-    keep = ~is_demonstration
-    keep[order[groups.count.cumsum(0) - groups.count]] = True
-    return keep
+
+    count: PositiveInt = 1
+    by: Literal["mean_entropy", "answer_probability"] = "mean_entropy"
+
+    @property
+    def reads(self) -> tuple[str, str]:
+        return "is_demonstration", self.by
+
+    def rows(
+        self, is_demonstration: ResponseFlags, values: PerResponse, groups: Segments
+    ) -> ResponseFlags:
+        """True for the responses that take part. ``values``: the column ``by``."""
+        worst_last = values if self.by == "mean_entropy" else -values
+        sampled_last = worst_last.masked_fill(~is_demonstration, torch.inf).argsort(stable=True)
+        place = torch.empty_like(sampled_last)  # in its group, in that order
+        place[sampled_last] = Segments(groups.index[sampled_last], groups.count).position()
+        return ~is_demonstration | (place < self.count)
 
 
 class Overlong(Piece):

@@ -11,9 +11,9 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megatron_rl.loss.choices import policy_loss
-from megatron_rl.loss.per_token.policy_losses import MAX_LOG_RATIO, ratio_of
+from megatron_rl.loss.per_token.policy_losses import MAX_LOG_RATIO, DualClip, ratio_of
 from megatron_rl.loss.per_token.response_losses import Clipped, clipped_around_one
-from megatron_rl.loss.shapes import PerToken, ResponseFlags, TokenIndex
+from megatron_rl.loss.shapes import PerToken, ResponseFlags, TokenIndex, TokenMask
 
 
 def forward_kl(log_u: PerToken, alpha: float) -> PerToken:
@@ -62,12 +62,7 @@ def dph(
     log_u = torch.where(given, logprobs - ref_logprobs, torch.zeros_like(logprobs))
     held = eta * DIVERGENCES[divergence](log_u.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), alpha)
     others = clipped_around_one(ratio_of(log_ratio), advantages, low, high)
-    # No bound holds at tokens of demonstrations.
-    return Clipped(
-        torch.where(given, held, others.per_token),
-        others.lower.masked_fill(given, -torch.inf),
-        others.upper.masked_fill(given, torch.inf),
-    )
+    return _with_given(given, held, others)
 
 
 @policy_loss()
@@ -104,16 +99,30 @@ def exgrpo(
     response_index: TokenIndex,
     *,
     beta: PositiveFloat = 0.1,
-) -> PerToken:
+    low: NonNegativeFloat = 1.0,
+    high: NonNegativeFloat | None = None,
+    dual_c: DualClip = None,
+) -> Clipped:
     """-A w / (w + beta) at tokens of demonstrations, w = pi / pi_past to the policy that sampled
-    them; -rho A at the others, without a clip.
+    them, or pi where that is not known; -min(rho A, clip(rho, 1 - low, 1 + high) A) at the others,
+    ``dual_clipped``, which by default is -rho A (``high`` null: no upper bound).
 
-    Source: ExGRPO (arXiv 2510.02245), its released code.
+    Source: ExGRPO (arXiv 2510.02245), AMPO (arXiv 2510.02227), their released code.
     """
-    given = is_demonstration[response_index]
     # w / (w + beta) is the sigmoid of log w - log beta, which is finite for any w.
-    shaped = torch.sigmoid(log_ratio + gap - math.log(beta))
-    return -torch.where(given, shaped, ratio_of(log_ratio)) * advantages
+    shaped = -torch.sigmoid(log_ratio + gap - math.log(beta)) * advantages
+    most = math.inf if high is None else high
+    others = clipped_around_one(ratio_of(log_ratio), advantages, low, most, dual_c)
+    return _with_given(is_demonstration[response_index], shaped, others)
+
+
+def _with_given(given: TokenMask, values: PerToken, others: Clipped) -> Clipped:
+    """``values`` at the tokens of demonstrations, where no bound holds, else ``others``."""
+    return Clipped(
+        torch.where(given, values, others.per_token),
+        others.lower.masked_fill(given, -torch.inf),
+        others.upper.masked_fill(given, torch.inf),
+    )
 
 
 @policy_loss()

@@ -52,10 +52,12 @@ def clipped(
     return Clipped(dual_clipped(loss, advantages, dual_c), lower, upper)
 
 
-def clipped_around_one(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Clipped:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A), the same bounds at every token."""
+def clipped_around_one(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual_c: float | None = None
+) -> Clipped:
+    """``clipped`` to 1 - low and 1 + high, the same bounds at every token."""
     lower, upper = (torch.full_like(ratio, bound) for bound in (1 - low, 1 + high))
-    return clipped(ratio, advantages, lower, upper)
+    return clipped(ratio, advantages, lower, upper, dual_c)
 
 
 @policy_loss()

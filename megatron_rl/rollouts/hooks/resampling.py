@@ -172,7 +172,7 @@ def _replaced(responses: Responses, asks: Sequence[Ask]) -> list[int]:
         if ask.replaces:
             before = np.flatnonzero(responses.group_ids == ask.into)[: -ask.num_responses]
             judged = [row for row in before.tolist() if responses.scores[row].problem is None]
-            rows += judged[-ask.num_responses :]
+            rows += judged[-ask.replaces :]
     return rows
 
 

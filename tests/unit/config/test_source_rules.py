@@ -66,6 +66,7 @@ def problems(*overrides: str) -> list[str]:
         ["rollout_hooks.erpo={}", "method=dapo", *CORRECTED],
         ["rollout_hooks.vcrl={}", *FREE, *CORRECTED],
         [*HINTED, "method=ghpo", *OLDER, *CORRECTED],
+        ["rollout_hooks.ampo={}", "method=ampo", *FREE, *CORRECTED],
     ],
 )
 def test_what_goes_together(overrides):
@@ -143,6 +144,7 @@ def test_what_goes_together(overrides):
         ([*HINTED, "method=dapo"], "ghpo: method.filters.dynamic_sampling refuses the groups"),
         ([*HINTED, *TURNS], "rollout_hooks.ghpo: env.name = tools has turns"),
         ([*HINTED, *FREE, *CORRECTED], "rollout_hooks.ghpo: source.schedule = free records"),
+        (["rollout_hooks.ampo={}", "method=dapo"], "ampo: method.filters.dynamic_sampling refuses"),
         (["rollout_hooks.erpo={}"], "method.mismatch.kind = none does not correct"),
     ],
 )

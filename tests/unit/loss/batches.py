@@ -1,6 +1,7 @@
 """Random rollouts with every kind of group, as rows for the plain reference and as batches for the
 methods."""
 
+import math
 import random
 
 import torch
@@ -76,6 +77,7 @@ def response_columns(rows: list[Row], dtype: torch.dtype) -> dict[str, torch.Ten
         "history_var": column([0.2 for row in rows], torch.float64),
         "is_demonstration": torch.tensor([row.given for row in rows]),
         "mean_entropy": column([row.mean_entropy for row in rows]),
+        "answer_probability": column([math.exp(2 * row.mean_logprob) for row in rows]),
     }
 
 

@@ -83,6 +83,7 @@ NAMED = {
     "exgrpo": Choice(
         "centered", low=1, high=math.inf, aggregate="norm", entropy=1e-3, token="exgrpo"
     ),
+    "ampo": Choice("centered", dual=10.0, aggregate="norm", entropy=1e-3, token="ampo"),
     "ghpo": Choice(aggregate="token"),
     "ar3po": Choice(shaping=("given",), aggregate="token"),
     "sft": Choice(

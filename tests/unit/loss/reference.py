@@ -80,11 +80,11 @@ def advantages(rows: list[Row], choice: Choice) -> list[float]:
 
 
 def leaves(row: Row, rows: list[Row], choice: Choice) -> bool:
-    """All given responses of a group but the surest."""
+    """All given responses of a group but the surest, or the two that make the answer likely."""
     given = [other for other in rows if other.group == row.group and other.given]
-    if choice.token != "exgrpo" or not row.given:
-        return False
-    return row is not min(given, key=lambda other: other.mean_entropy)
+    surer = sum(other.mean_entropy < row.mean_entropy for other in given)
+    likelier = sum(other.mean_logprob > row.mean_logprob for other in given)
+    return row.given and {"exgrpo": surer >= 1, "ampo": likelier >= 2}.get(choice.token, False)
 
 
 def gap(_: str, advantage: float, row: Row, rows: list[Row], __: Choice) -> float:
@@ -339,7 +339,7 @@ def loss(rows: list[Row], choice: Choice, tokens: "Tokens", norm_len: int) -> fl
             if choice.token == "sft":
                 value = -new if row.given else 0.0
             if row.given and choice.token in token_reference.GIVEN:
-                away = tokens.sampler[at][place] if choice.token == "exgrpo" else past
+                away = tokens.sampler[at][place] if choice.token in ("exgrpo", "ampo") else past
                 value = token_reference.of_given(choice.token, advantage, new, away, frozen)
             if choice.token == "papo":
                 value += token_reference.perception(new, tokens.masked[at][place])

@@ -58,7 +58,7 @@ def test_of_the_given_responses_of_a_group_one_is_estimated() -> None:
         mean_entropy=vector(2, 1, 0, 0, 0),
         progress=torch.tensor(0.5),
     )
-    found = credit(data, plan(filters={"one_demonstration": True}))
+    found = credit(data, plan(filters={"demonstrations": {}}))
     same(found.advantages, 0, 0.5, -0.5, 0.5, -0.5)
     same(found.kl_weights, 0, 1, 1, 1, 1)
     assert found.keep.tolist() == [False, True, True, True, True]
@@ -67,7 +67,7 @@ def test_of_the_given_responses_of_a_group_one_is_estimated() -> None:
     same(found.rewards, 1, 1, 0, 1, 0)
     none = {**data.columns, "is_demonstration": flags(*[0] * 5)}
     sampled = dataclasses.replace(data, columns=none)
-    same(credit(sampled, plan(filters={"one_demonstration": True})).advantages[:3], *THIRDS)
+    same(credit(sampled, plan(filters={"demonstrations": {}})).advantages[:3], *THIRDS)
 
 
 THIRDS = (1 / 3, 1 / 3, -2 / 3)

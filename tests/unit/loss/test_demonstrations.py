@@ -118,14 +118,32 @@ def test_exgrpo_by_hand() -> None:
     logprobs = vector(0.2, 0.2).log().requires_grad_()
     log_ratio = logprobs - vector(0.4, 0.4).log()
     gap = vector(0.8, 0.8).log()
-    found = losses.exgrpo(log_ratio, gap, vector(2, 2), flags(1, 0), EACH[:2])
+    found = losses.exgrpo(log_ratio, gap, vector(2, 2), flags(1, 0), EACH[:2]).per_token
     same(found.detach(), -1.6, -1)
     found.sum().backward()
     assert logprobs.grad is not None
     same(logprobs.grad, -0.32, -1)
     even = losses.exgrpo(log_ratio, gap, vector(2, 2), flags(1, 0), EACH[:2], beta=0.4)
-    same(even.detach(), -1, -1)
-    same(losses.exgrpo(vector(0), vector(2000), vector(-3), flags(1), EACH[:1]), 3)
+    same(even.per_token.detach(), -1, -1)
+    far = vector(0, 5, math.log(0.5))
+    found = losses.exgrpo(far, vector(2000, 0, 0), vector(-3, 3, -3), flags(1, 0, 0), EACH)
+    same(found.per_token, 3, -3 * math.exp(5), 1.5)
+
+
+def test_ampo_by_hand() -> None:
+    """pi 0.3: 0.3 / 0.4 = 0.75, times 2; its slope in log pi is -2 * 0.3 * 0.1 / 0.4^2 = -0.375.
+    Sampled tokens of ratio 3, which is clipped at 1.2, and at A = -1 of ratio 20, at most 10."""
+    logprobs = vector(0.3, 0.3, 0.4).log().requires_grad_()
+    log_ratio = logprobs - vector(0.1, 0.1, 0.02).log()
+    gap = vector(0.1, 0.1, 0.02).log()  # to a sampler of probability 1
+    knobs = {"low": 0.2, "high": 0.2, "dual_c": 10.0}
+    found = losses.exgrpo(log_ratio, gap, vector(2, 2, -1), flags(1, 0, 0), EACH, **knobs)
+    same(found.per_token.detach(), -1.5, -2.4, 10)
+    assert found.lower.tolist() == [-torch.inf, 0.8, 0.8]
+    assert found.upper.tolist() == [torch.inf, 1.2, 1.2]
+    found.per_token.sum().backward()
+    assert logprobs.grad is not None
+    same(logprobs.grad, -0.375, 0, 0)
 
 
 def test_cross_entropy_by_hand() -> None:

@@ -21,8 +21,19 @@ def test_one_demonstration_by_hand() -> None:
     groups = segments_of(torch.tensor([0, 2, 0, 1, 2, 0, 1, 2]))
     given = flags(1, 1, 1, 0, 1, 0, 0, 1)
     entropy = vector(2, 3, 1, 0, 1, 0.5, 9, 1)
-    kept = filters.one_demonstration(given, entropy, groups)
+    kept = filters.ChosenDemonstrations().rows(given, entropy, groups)
     assert kept.tolist() == [False, False, True, True, True, True, True, False]
+
+
+def test_demonstrations_by_the_answer_by_hand() -> None:
+    """Of group 0 two of three, of equals the first; of group 1 its one, whatever its value; the
+    sampled ones whatever theirs."""
+    groups = segments_of(torch.tensor([0, 0, 1, 0, 0, 1, 0]))
+    given = flags(1, 0, 0, 1, 0, 1, 1)
+    values = vector(0.1, 0.9, 0.9, 0.3, 0.0, 0.0, 0.1)
+    chosen = filters.ChosenDemonstrations(count=2, by="answer_probability")
+    kept = chosen.rows(given, values, groups)
+    assert kept.tolist() == [True] * 6 + [False]
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -57,7 +57,7 @@ def test_a_knob_of_another_piece_is_refused_by_name() -> None:
         in refused("a_grae", "shaping.ass.mu=2")
     )
     found = refused("cispo", "policy_loss.dual_c=3")
-    assert "policy_loss.dual_c = 3: is a knob of ppo_clip and adaptive_clip, but the" in found
+    assert "policy_loss.dual_c = 3: is a knob of ppo_clip and adaptive_clip and exgrpo" in found
 
 
 def test_every_problem_is_reported_at_once() -> None:

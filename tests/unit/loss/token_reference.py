@@ -71,12 +71,12 @@ def pacs(row: Row, rows: list[Row], moved: list[float]) -> float:
     return -weight * math.log(predicted if row.correct else 1 - predicted)
 
 
-GIVEN = ("dph forward_kl", "dph js", "dph alpha", "rl_plus", "exgrpo")
+GIVEN = ("dph forward_kl", "dph js", "dph alpha", "rl_plus", "exgrpo", "ampo")
 
 
 def of_given(name: str, advantage: float, new: float, past: float, frozen: float) -> float:
     """What is minimized at a token of a response that was not sampled."""
-    if name == "exgrpo":
+    if name in ("exgrpo", "ampo"):
         return -advantage / (1 + 0.1 * math.exp(past - new))
     if name == "rl_plus":
         p, q = math.exp(new), math.exp(past)

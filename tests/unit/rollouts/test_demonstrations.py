@@ -16,11 +16,12 @@ from megatron_rl.rollouts.demonstrations import (
     check_demonstrations,
     encoder,
     only,
+    put_aside,
     without_demonstrations,
 )
 from megatron_rl.rollouts.rows.metrics import rollout_metrics
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import Prompt
+from megatron_rl.types import GUIDES, Prompt
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import build_bandit, rows
 
@@ -50,6 +51,14 @@ def test_demonstrations_take_the_first_places() -> None:
     assert ids(prompt("q"), 2) == [None, None]
     assert ids(only(prompt("p", ["ab", [5, 6, 1]]), 1), 2) == [[5, 6, 1], None]
     assert ids(only(prompt("p", ["ab"]), 1), 1) == [None]
+
+
+def test_they_are_put_aside_for_a_hook() -> None:
+    aside = put_aside(prompt("p", ["ab", [5, 6, 1]]), ENCODE)
+    assert [list(each.token_ids) for each in aside.extra[GUIDES]] == [[97, 98, 1], [5, 6, 1]]
+    assert all(each.spans == ((DEMONSTRATED, 3),) for each in aside.extra[GUIDES])
+    assert ids(aside, 2) == [None, None] and aside.extra["level"] == 2
+    assert put_aside(prompt("q"), ENCODE).extra == {"level": 2, GUIDES: []}
 
 
 def test_a_demonstration_is_marked_as_one() -> None:

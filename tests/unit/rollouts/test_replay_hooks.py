@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.reading import Data
 from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
 from megatron_rl.hooks.replay import Ar3po, Exgrpo
+from megatron_rl.hooks.sampling import Ampo
 from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED, Demonstrations
@@ -27,7 +29,7 @@ from megatron_rl.rollouts.hooks.resampling import Resampling, right_responses
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.trainer.build import build_demonstrations
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import Completion, Sampling
+from megatron_rl.types import GUIDES, Completion, Prompt, Sampling
 from tests.rollout_sources import rollouts_of, training_job
 from tests.unit.rollouts.test_sampling_hooks import PROMPTS, RightOnes, Telling, group, tokens
 from tests.unit.trainer.fakes import prompts
@@ -57,7 +59,7 @@ def test_the_stages_of_ar3po_by_hand() -> None:
     assert hook.resample(1, 2, last) == Resample([], None, {**none, "remembered_prompts": 0})
     hook.remember([(replace(PROMPTS[0], uid="p0#2"), response(4, 5))])
     reuse = hook.resample(2, 2, last)
-    assert reuse.asks == [Ask(PROMPTS[0], 1, 0, [response(4, 5)], replaces=True)]
+    assert reuse.asks == [Ask(PROMPTS[0], 1, 0, [response(4, 5)], replaces=1)]
     assert reuse.metrics == {**none, "reused_responses": 1, "remembered_prompts": 1}
     assert hook.resample(2, 3, last) == Resample(), "whatever the verifier said of it"
     solved = hook.resample(3, 0, [group(1, 2, 2), group(2, 1, 2)])
@@ -143,11 +145,13 @@ def test_the_steps_of_exgrpo_by_hand() -> None:
     assert torch.equal(*[torch.tensor(each.num_right["p3"]) for each in (hook, other)])
 
 
-def rollouts(reward: RightOnes, num_kept: int = 0, **hooks: SamplingHook) -> Rollouts:
+def rollouts(
+    reward: RightOnes, num_kept: int = 0, stream: Sequence[Prompt] = PROMPTS, **hooks: SamplingHook
+) -> Rollouts:
     """Four of eight prompts a step, two responses each, numbered from 1."""
     sampler = LaunchSampler(Telling(), reward, lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY)
     job = training_job(
-        PromptLoader(PROMPTS, seed=1, shuffle=False),
+        PromptLoader(stream, seed=1, shuffle=False),
         Sampling(2, 4, top_k=num_kept, with_kept=num_kept > 0),
         seed=1,
         prompts_per_step=4,
@@ -186,6 +190,19 @@ def test_a_right_response_takes_the_place_of_a_wrong_one() -> None:
     # Its engine counts anew: 1 and 2 are wrong for p0 but for the response that it remembers.
     found = [ids[3] for ids in tokens(again.collect(3))]
     assert found[:2] == [1, 2] and 1 not in found[2:]
+
+
+def test_guides_take_the_place_of_the_last_wrong_ones() -> None:
+    """Of 1 to 8 the third is right, so that of p0, p1, p2 and p3 the second group is left alone."""
+    guides = [response(3, 7, 7, 40), response(3, 7, 7, 41)]
+    bring = [replace(each, extra={GUIDES: guides}) for each in PROMPTS]
+    found = rollouts(RightOnes(3, 41), stream=bring, ampo=Ampo(replaces=1)).collect(1)
+    assert [ids[3] for ids in tokens(found)] == [1, 40, 41, 3, 4, 5, 40, 41, 7, 40, 41]
+    assert found.group_ids.tolist() == [0] * 3 + [1] * 2 + [2] * 3 + [3] * 3
+    given = [row in (1, 2, 6, 7, 9, 10) for row in range(11)]
+    assert found.responses.is_demonstration.tolist() == given
+    assert found.correct.tolist() == [row in (2, 3, 7, 10) for row in range(11)]
+    assert found.hook_metrics["hook/ampo/guided_groups"] == 3
 
 
 def test_what_the_sampler_kept_is_remembered_too() -> None:
@@ -237,16 +254,28 @@ def test_the_method_has_to_know_what_is_given(tmp_path: Path) -> None:
     config = bandit_config(tmp_path, ["rollout_hooks.ar3po.stages=3"])
     tokenizer = Mock(spec=PreTrainedTokenizerBase, eos_token_id=1)
 
-    def built(method: str, given: Any = None) -> Demonstrations | None:
+    def built(method: str, given: Any = None) -> tuple[Data, Demonstrations | None]:
         extra = {} if given is None else {"given_responses": given}
         data = Data((), (), [replace(PROMPTS[0], extra=extra)])
         return build_demonstrations(config, load_method(method), data, tokenizer, WORLD)
 
-    assert built("ar3po") is not None and built("exgrpo") is not None
+    for method in ("ar3po", "exgrpo"):
+        assert built(method)[1] is not None
+        data, _ = built(method, [[5, 1]])
+        assert data.train_prompts[0].extra == {"given_responses": [[5, 1]]}
     with pytest.raises(ValueError, match=r"rollout_hooks\.ar3po: .* method = grpo .* choose one"):
         built("grpo")
     with pytest.raises(ValueError, match=r"extra\.given_responses = 'a'; give a list"):
         built("ar3po", "a")
+    config = bandit_config(tmp_path, ["rollout_hooks.ampo={}"])
+    (prompt,) = built("ampo", [[5, 1]])[0].train_prompts
+    assert [list(each.token_ids) for each in prompt.extra[GUIDES]] == [[5, 1]] and len(
+        prompt.extra
+    ) == 1
+    with pytest.raises(ValueError, match=r"rollout_hooks\.ampo: .* method = dr_grpo .* choose one"):
+        built("dr_grpo", [[5, 1]])
+    with pytest.raises(ValueError, match=r"no prompt has extra\.given_responses"):
+        built("ampo")
 
 
 @pytest.mark.parametrize("method", ["ar3po", "exgrpo"])

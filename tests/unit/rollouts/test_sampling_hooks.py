@@ -9,13 +9,13 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.hooks import Ask, Resample, SamplingHook, ScoredGroup
-from megatron_rl.hooks.sampling import Dars, Erpo, Ghpo, Vcrl, relative_variance, second_round
+from megatron_rl.hooks.sampling import Ampo, Dars, Erpo, Ghpo, Vcrl, relative_variance, second_round
 from megatron_rl.reporting.metrics import metric
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.hooks.resampling import Resampling
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.rollouts.rows.experience import Experience
-from megatron_rl.types import HINTS, Completion, Prompt, Sampling, Score
+from megatron_rl.types import DEMONSTRATED, GUIDES, HINTS, Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.rollout_sources import rollouts_of, training_job
 from tests.unit.trainer.fakes import prompts
@@ -237,6 +237,27 @@ def test_what_is_asked_joins_its_group() -> None:
     assert experience.hook_metrics["hook/dars/asked_responses"] == 4
     assert experience.hook_metrics["hook/dars/dropped_groups"] == 2
     assert all(metric(key) for key in experience.hook_metrics)
+
+
+def guided(number: int, num_correct: int, *numbers: int) -> ScoredGroup:
+    """Its prompt brings responses along, of one token each."""
+    given = [Completion((each,), (0.0,), False, DEMONSTRATED) for each in numbers]
+    of_group = group(number, num_correct)
+    return of_group._replace(prompt=replace(of_group.prompt, extra={GUIDES: given}))
+
+
+def test_what_ampo_wants_by_hand() -> None:
+    """All three of a group that is all wrong, for two of its own; one of one for one. Nothing for
+    the group with a right response, nor for those without guides or without a verdict."""
+    unjudged = guided(4, 0, 9)._replace(scores=[], num_unjudged=4)
+    groups = [guided(0, 1, 5), guided(1, 0, 5, 6, 7), group(2, 0), guided(3, 0, 8), unjudged]
+    wanted = Ampo().resample(1, 0, groups)
+    three, one = (groups[at].prompt.extra[GUIDES] for at in (1, 3))
+    first, second = Ask(groups[1].prompt, 3, 1, three, 2), Ask(groups[3].prompt, 1, 3, one, 1)
+    assert wanted.asks == [first, second] and wanted.keep is None
+    assert wanted.metrics == {"unsolved_groups": 3, "guided_groups": 2}
+    assert Ampo(replaces=1).resample(1, 0, groups).asks[0].replaces == 1
+    assert Ampo().resample(1, 1, groups) == Resample(), "what was given has joined"
 
 
 class Dropping(SamplingHook):

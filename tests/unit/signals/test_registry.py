@@ -148,7 +148,7 @@ def test_statistics_of_old_logprobs_by_hand(build):
     view = learner.view(replace(experience, **scores))
     view = replace(view, tokens={**view.tokens, "sampled": sampled.numpy()})
     chosen = ["kl.placement=reward", "kl.estimator=k2", "shaping.confidence_gap.tail=0.5"]
-    chosen += ["filters.one_demonstration=true"]
+    chosen += ["filters.demonstrations={count: 1}"]
     signals = signals_of(load_method("durian_reasoning", chosen))
     signals = replace(
         signals,
