@@ -54,9 +54,11 @@ def place_of_call() -> tuple[str, list[str]]:
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(WATCHED):
-            names.append(frame.f_code.co_name)
-            if not found and frame.f_code.co_name not in ("to_device", "__torch_function__"):
-                found = f"{path.rpartition('/')[2]}:{frame.f_code.co_name}"
+            name = frame.f_code.co_name
+            names.append(name)
+            # A comprehension has a frame of its own before Python 3.12.
+            if not found and name[0] != "<" and name not in ("to_device", "__torch_function__"):
+                found = f"{path.rpartition('/')[2]}:{name}"
         frame = frame.f_back
     return found, names
 
