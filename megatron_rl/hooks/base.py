@@ -162,6 +162,9 @@ class Resample:
 class SamplingHook:
     """See the head of this file; all but ``resample`` have a default."""
 
+    def __init__(self) -> None:
+        """One without settings."""
+
     def temperature(self, prompt: Prompt, plain: float) -> float:
         """At which a prompt is sampled in the first place; ``plain``: without this hook."""
         return plain

@@ -15,9 +15,11 @@ from transformers import Qwen3Config
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
+from megatron_rl.hooks import ROLLOUT_HOOKS, Ask, Resample, ScoredGroup
 from megatron_rl.loss import ResponseBatch, TokenBatch
 from megatron_rl.models import read_architecture
 from megatron_rl.plugins import load_plugins, loaded, sources
+from megatron_rl.rollouts.hooks.resampling import resampling_of
 from megatron_rl.rollouts.hooks.rollout_hooks import RolloutHooks, edited
 from megatron_rl.rollouts.rows.experience import Response
 from megatron_rl.runtime.launch import World
@@ -140,6 +142,18 @@ def test_the_hook_drops_solved_groups_and_charges_truncation():
     edit = hooks(2, [solved, solved])
     kept, metrics = edited([solved, solved], edit), edit.metrics
     assert len(kept) == 1 and metrics == {"hook/drop_easy/dropped_groups": 1.0}
+
+
+def test_the_sampling_hook_asks_for_groups_that_are_all_wrong():
+    load("ask_once_more")
+    chosen = {"ask_once_more": ROLLOUT_HOOKS["ask_once_more"].schema()}
+    hook = resampling_of(chosen, ()).hooks["ask_once_more"]
+    prompts = [Prompt(uid, (1,), "2", "toy") for uid in "ab"]
+    verdicts = [[Score(0.0, False)] * 3, [Score(0.0, False), Score(1.0, True)]]
+    groups = [ScoredGroup(*pair) for pair in zip(prompts, verdicts, strict=True)]
+    wanted = hook.resample(1, 0, groups)
+    assert wanted.asks == [Ask(prompts[0], 3, into=0)] and wanted.metrics == {"asked_groups": 1}
+    assert hook.resample(1, 1, groups) == Resample()
 
 
 def test_the_family_is_read_by_the_policy_and_known_to_the_engine(tmp_path):
