@@ -33,7 +33,7 @@ for name in python3 python3.11 python3.12; do
 done
 python=${python:-python3}
 will_do "$python" ||
-    fail "$python ($("$python" --version 2>&1 | head -n 1)) cannot be used: Python 3.11 (tested) or 3.12 is needed. Name one with --python EXE."
+    fail "$python ($("$python" --version 2>&1 | head -n 1)) cannot be used: Python 3.11 or 3.12 is needed. Name one with --python EXE."
 
 # What decides the content of the environment. `extras` is kept apart: an environment with more extras serves a request for fewer.
 key=$(cd "$repo" && { "$python" --version; pwd; cat setup.py tools/setup_cpu.sh tools/constraints_cpu.txt; } | sha256sum | cut -d' ' -f1)
