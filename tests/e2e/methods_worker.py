@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
+from megatron_rl.data.reading import Data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss.method import Method
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines
@@ -25,7 +26,7 @@ from megatron_rl.rollouts.rows.verdicts import VerdictRules
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
-from megatron_rl.signals import signals_of
+from megatron_rl.signals import SignalSetup, signals_of
 from megatron_rl.trainer.build import build_trainer
 from megatron_rl.trainer.trainer import Trainer
 
@@ -54,6 +55,8 @@ def with_method(trainer: Trainer, config: Config) -> Trainer:
     engines = source.engines
     assert isinstance(engines, ColocatedEngines)
     signals = signals_of(method, config.seed)
+    folders = (Path(config.model.path), Path(config.run_dir))
+    signals.prepare(Data((), (), ()), SignalSetup(*folders, None, trainer.world))
     plain = replace(job.plan.plain, num_likely=signals.num_likely)
     job = replace(job, plan=replace(job.plan, plain=plain))
     engines = ColocatedEngines(engines.backend, trainer.world, job, engines.colocation)
