@@ -49,9 +49,10 @@ def main(control: socket.socket) -> None:
             os.setsid()  # so that the trainer can kill it and what it starts by its group
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             send(lane, {"pid": os.getpid()})
-            # Named, so that it lives until the exit: a client that is dropped before, with its
-            # connections to a judge open, complains on stderr.
-            _serve(lane, judge or _judge(setup))
+            # A name of its own, so that it lives until the exit: a client that is dropped before,
+            # with its connections to a judge open, complains on stderr.
+            judge = judge or _judge(setup)
+            _serve(lane, judge)
             os._exit(0)
         lane.close()
 

@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
-from megatron_rl.rewards.base import Task
+from megatron_rl.rewards.base import Options, Task
 from megatron_rl.rewards.build import WeightedReward, build_reward
 from megatron_rl.rewards.workers import served
+from megatron_rl.rewards.workers.messages import WorkerSetup
+from megatron_rl.rewards.workers.server import WorkerServer
 from megatron_rl.types import Score
 from tests.unit.rewards.cases import prompt
 
@@ -114,6 +117,22 @@ def test_scores_are_those_of_their_responses_whatever_answers_first(serve, score
     assert sorted(server.asked) == ["1 + 1 =|0|2", "1 + 1 =|1|2", "1 + 1 =|2|2"], "equal texts once"
     assert [one.parts["server_cached"] for one in scores] == [0, 0, 0, 1]
     assert [one.parts["server_tokens"] for one in scores] == [9, 9, 9, 0]
+
+
+def test_a_worker_that_is_dropped_says_nothing_of_its_connections(serve, capfd) -> None:
+    server = serve(lambda text, count: (200, "SCORE: 7"))
+    words = ["reward=judge", f"reward.server.url={server.url}", "reward.server.model=m", *PATHS]
+    judge = validate(Config, compose("config", words), "the reward").reward.server
+    plain = ((), (), Options(False, 5.0, 1 << 30, "none"), None, None)
+    workers = WorkerServer(WorkerSetup(*plain, server=judge, server_limit_s=5.0))
+    worker = workers.worker()
+    worker.wait_until_ready(time.monotonic() + 60)  # it has asked for the models
+    assert worker._pid is not None
+    process = psutil.Process(worker._pid)
+    del worker  # which closes its socket
+    process.wait(10)
+    workers.close()
+    assert "Unclosed" not in capfd.readouterr().err
 
 
 def test_a_response_cannot_fill_in_the_template(serve, scored) -> None:
