@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from megatron_rl.rewards.workers.messages import PoolSetup, WorkerSetup, read_frame, reason, send
@@ -52,7 +53,8 @@ def main(control: socket.socket) -> None:
             # A name of its own, so that it lives until the exit: a client that is dropped before,
             # with its connections to a judge open, complains on stderr.
             judge = judge or _judge(setup)
-            _serve(lane, judge)
+            with suppress(ConnectionError):  # the trainer has ended
+                _serve(lane, judge)
             os._exit(0)
         lane.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -119,7 +120,10 @@ def test_scores_are_those_of_their_responses_whatever_answers_first(serve, score
     assert [one.parts["server_tokens"] for one in scores] == [9, 9, 9, 0]
 
 
-def test_a_worker_that_is_dropped_says_nothing_of_its_connections(serve, capfd) -> None:
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_worker_that_is_dropped_says_nothing_of_its_connections(
+    serve, capfd, is_asked: bool
+) -> None:
     server = serve(lambda text, count: (200, "SCORE: 7"))
     words = ["reward=judge", f"reward.server.url={server.url}", "reward.server.model=m", *PATHS]
     judge = validate(Config, compose("config", words), "the reward").reward.server
@@ -129,6 +133,9 @@ def test_a_worker_that_is_dropped_says_nothing_of_its_connections(serve, capfd) 
     worker.wait_until_ready(time.monotonic() + 60)  # it has asked for the models
     assert worker._pid is not None
     process = psutil.Process(worker._pid)
+    if is_asked:  # for what nobody reads
+        worker.send([([], [])], time.monotonic() + 10)
+        select.select([worker._sock], [], [], 10)
     del worker  # which closes its socket
     process.wait(10)
     workers.close()
