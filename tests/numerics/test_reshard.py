@@ -34,8 +34,8 @@ CASES = {
 }
 NIGHTLY = {
     (2, 1): (
-        "gemma3:pipeline=2",
         "glm4_moe:expert=2",
+        "gemma3:pipeline=2",
         "mixtral:tensor=2",
         "qwen3_5:tensor=2",
         "qwen3:pipeline=2",
