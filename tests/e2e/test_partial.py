@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.toy import overrides, untimed_rows
+from tests.e2e.toy import overrides, untimed_rows, without
 from tests.launch import REPO, end, launch, torchrun
 
 pytestmark = pytest.mark.full
@@ -85,7 +85,12 @@ def test_a_killed_run_goes_on_as_the_undisturbed_one(folder: Path, undisturbed: 
     killed_behind(folder, run_dir, 2)
     assert len(untimed_rows(run_dir)) < STEPS, "it was killed in the middle"
     train(folder, "killed", *PARTIAL)
-    assert untimed_rows(run_dir) == untimed_rows(undisturbed)
+    # How much is sampled in vain depends on when scores arrive.
+    both = [
+        [without(row, "tokens/discarded") for row in untimed_rows(each)]
+        for each in (run_dir, undisturbed)
+    ]
+    assert both[0] == both[1]
     found, expected = weights(run_dir), weights(undisturbed)
     assert found.keys() == expected.keys() and expected
     assert not [name for name in found if not found[name].equal(expected[name])]
