@@ -78,13 +78,15 @@ class AnswerProbability(Signal):
     def after_rollout(self, view: StepView) -> Columns:
         assert view.experience.old is not None and view.local.rows is not None
         responses, batch = view.experience.responses, view.local.batch
-        start, end = batch.response_offsets[:-1].tolist(), batch.offsets[1:].tolist()
-        is_answer = torch.zeros(int(batch.response_lengths.sum()), dtype=torch.bool)
-        for at, row in enumerate(view.local.rows.tolist()):
+        lengths = batch.response_lengths.tolist()
+        is_answer = torch.zeros(sum(lengths), dtype=torch.bool)
+        # One after another, as views: what is set in a row is set in all.
+        rows = zip(view.local.rows.tolist(), is_answer.split(lengths), batch.offsets[1:].tolist())
+        for row, of_row, end in rows:
             if responses.is_demonstration[row]:
-                token_ids = batch.token_ids[end[at] - int(batch.response_lengths[at]) : end[at]]
-                place = last_place(responses.prompts[row].answer, token_ids.tolist(), self.decode)
-                is_answer[start[at] : start[at] + batch.response_lengths[at]][place] = True
+                token_ids = batch.token_ids[end - len(of_row) : end].tolist()
+                place = last_place(responses.prompts[row].answer, token_ids, self.decode)
+                of_row[place] = True
         probabilities = lifted(view.experience.old.logprobs).exp()
         of_answers = totals(probabilities.masked_fill(~is_answer, 0), view)
         count = totals(is_answer.to(probabilities.dtype), view).clamp(min=1)

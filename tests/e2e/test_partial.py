@@ -98,13 +98,13 @@ def test_a_killed_run_goes_on_as_the_undisturbed_one(folder: Path, undisturbed: 
 
 def test_with_no_more_groups_than_a_step_takes_it_is_a_run_without(folder: Path) -> None:
     none_open = train(folder, "none_open", *SETTINGS, "source.partial.groups_in_flight=8")
-    without = train(folder, "without", *SETTINGS)
+    plain = train(folder, "plain", *SETTINGS)
     found = [
         {key: value for key, value in row.items() if not key.startswith("source/")}
         for row in untimed_rows(none_open)
     ]
-    assert found == untimed_rows(without)
-    assert all(weights(none_open)[name].equal(each) for name, each in weights(without).items())
+    assert found == untimed_rows(plain)
+    assert all(weights(none_open)[name].equal(each) for name, each in weights(plain).items())
 
 
 def test_a_checkpoint_of_another_source_is_refused(folder: Path, undisturbed: Path) -> None:

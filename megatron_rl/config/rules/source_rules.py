@@ -25,11 +25,12 @@ def source_problems(config: Config) -> Iterator[str]:
             why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
     yield from _hinted(config)
-    if "ampo" in config.rollout_hooks and config.method.filters.dynamic_sampling is not None:
-        yield (
-            "rollout_hooks.ampo: method.filters.dynamic_sampling refuses the groups that are all"
-            " wrong, which it is for; set it to null"
-        )
+    for name in config.rollout_hooks:
+        if name in ("ghpo", "ampo") and config.method.filters.dynamic_sampling is not None:
+            yield (
+                f"rollout_hooks.{name}: method.filters.dynamic_sampling refuses the groups that are"
+                " all wrong; set it to null"
+            )
     yield from _unread(config.env)
     if config.rollout.anneal.schedule is not None:
         yield from _with_annealing(config)
@@ -64,8 +65,6 @@ def _hinted(config: Config) -> Iterator[str]:
     reasons = {
         f"rollout_hooks.{others}": others
         and "takes hinted prompts for those of the data; leave one of them out",
-        "method.filters.dynamic_sampling": config.method.filters.dynamic_sampling
-        and "refuses the groups that are all wrong; set it to null",
         f"env.name = {config.env.name}": config.env.name != "single"
         and "has turns, which hints are not built for; set env=single",
         f"source.schedule = {config.source.schedule}": config.source.schedule == "free"

@@ -133,7 +133,7 @@ def test_a_worker_that_is_dropped_says_nothing_of_its_connections(
     worker.wait_until_ready(time.monotonic() + 60)  # it has asked for the models
     assert worker._pid is not None
     process = psutil.Process(worker._pid)
-    if is_asked:  # for what nobody reads
+    if is_asked:  # and its answer left unread
         worker.send([([], [])], time.monotonic() + 10)
         select.select([worker._sock], [], [], 10)
     del worker  # which closes its socket
