@@ -43,14 +43,12 @@ logger = logging.getLogger(__name__)
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, "python -m megatron_rl.serve")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address of this machine that the trainer reaches"
-    )
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
-    parser.add_argument(
-        "--lease-s", type=float, default=30.0, help="silent for longer, the server counts as gone"
-    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key=value")
+    add("--host", default="127.0.0.1", help="address of this machine that the trainer reaches")
+    add("--port", type=int, default=0, help="default: a free one")
+    silent = "silent for longer, the server counts as gone"
+    add("--lease-s", type=float, default=30.0, help=silent)
     add_root(parser)
     add_plugin_option(parser)
     return parser.parse_intermixed_args(argv)

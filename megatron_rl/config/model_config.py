@@ -15,16 +15,18 @@ _POINTER_START = b"version "
 _POINTER_SECOND_LINE = b"\noid sha256:"
 QUANTIZATION = "quantization_config"
 REQUIRED = ("num_hidden_layers", "num_attention_heads")
-# Sizes that may be left out, or null: transformers then has a default.
-OPTIONAL = (
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
+_WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
+_LAYER_SIZES = (
+    *_WEIGHTS_DECIDE,
     "num_key_value_heads",
     "head_dim",
     "kv_lora_rank",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
+)
+# Sizes that may be left out, or null: transformers then has a default.
+OPTIONAL = (
+    *_LAYER_SIZES,
     "max_position_embeddings",
     "moe_intermediate_size",
     "num_experts",
@@ -36,16 +38,8 @@ OPTIONAL = (
 NUMBERS = ("rope_theta", "rms_norm_eps")
 # The keys of ``model_sizes`` that every family has.
 DENSE_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "intermediate_size",
-    "vocab_size",
+    *REQUIRED,
+    *_LAYER_SIZES,
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
@@ -54,7 +48,6 @@ DENSE_SIZES = (
     "layer_types",
     "full_attention_interval",
 )
-_WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)

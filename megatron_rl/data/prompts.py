@@ -317,12 +317,8 @@ def _from_rows(
             _, prompt = lookup(row, roles.prompt)
         _, answer = lookup(row, roles.answer)
         expected = _answer(number, answer, config.answer_after, problems)
-        data_source: Any = name
-        extra: Any = None
-        if roles.data_source:
-            _, data_source = lookup(row, roles.data_source)
-        if roles.extra:
-            _, extra = lookup(row, roles.extra)
+        data_source: Any = lookup(row, roles.data_source)[1] if roles.data_source else name
+        extra: Any = lookup(row, roles.extra)[1] if roles.extra else None
         if not isinstance(data_source, str) or not_utf8(data_source) is not None:
             remedy = "name the row's data source, or set data.columns.data_source=null"
             problems.add(number, f"{roles.data_source} is not a text", data_source, remedy)

@@ -72,8 +72,4 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 def text_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """The text of tokens without special ones."""
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    return decode
+    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=True))

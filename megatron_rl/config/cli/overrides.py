@@ -123,9 +123,7 @@ def is_group(override: Override, groups: Sequence[Path]) -> bool:
 def options_of(group: str, groups: Sequence[Path]) -> list[str]:
     """The options of a group in all folders, sorted, those in folders of it by their path; of ""
     the files next to ``config.yaml``."""
-    found = set()
-    for folder in groups:
-        root = folder / group
-        for path in root.glob("**/*.yaml" if group else "*.yaml"):
-            found.add(path.relative_to(root).with_suffix("").as_posix())
-    return sorted(found)
+    pattern = "**/*.yaml" if group else "*.yaml"
+    roots = [folder / group for folder in groups]
+    files = [path.relative_to(root) for root in roots for path in root.glob(pattern)]
+    return sorted({file.with_suffix("").as_posix() for file in files})

@@ -208,10 +208,8 @@ def stage_layers(sizes: ModelSizes, parallel: ParallelConfig) -> list[int]:
     ends = _end_layers(parallel)
     middle = (sizes.num_layers - sum(ends)) // max(1, parallel.pipeline - len(ends))
     layers = [middle] * parallel.pipeline
-    if parallel.first_stage_layers is not None:
-        layers[0] = parallel.first_stage_layers
-    if parallel.last_stage_layers is not None:
-        layers[-1] = parallel.last_stage_layers
+    layers[0] = parallel.first_stage_layers or layers[0]
+    layers[-1] = parallel.last_stage_layers or layers[-1]
     return layers
 
 

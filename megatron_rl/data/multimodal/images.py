@@ -45,12 +45,10 @@ class ImageColumn:
             what = f"{self.column}: the model of model.path reads no images"
             self.problems.add(row, what, _count(value), remedy)
             return ()
-        images = []
-        for item in value if isinstance(value, list) else [value]:
-            image = self._image(row, item)
-            if image is not None:
-                images.append(image)
-        return tuple(images)
+        images = [
+            self._image(row, item) for item in (value if isinstance(value, list) else [value])
+        ]
+        return tuple(image for image in images if image is not None)
 
     def _image(self, row: int, item: Any) -> Image | None:
         try:

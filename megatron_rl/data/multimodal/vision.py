@@ -152,10 +152,8 @@ class VisionProcessor:
         rest = iter(images)
         expanded: list[int] = []
         for token in token_ids:
-            copies = 1
-            if token == self.image_token_id:
-                copies = self.num_tokens(next(rest))
-            expanded += [token] * copies
+            is_place = token == self.image_token_id
+            expanded += [token] * (self.num_tokens(next(rest)) if is_place else 1)
         return expanded
 
     def collapsed(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
