@@ -148,7 +148,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("credit", "curiosity"): [
         ("rewards=evidence.rewards + bonus", "rewards=evidence.rewards - bonus"),
         ("rewards=evidence.rewards + bonus", "rewards=evidence.plain_rewards + bonus"),
-        ("rewards = evidence.plain_rewards", "rewards = evidence.rewards"),
+        ("curiosity.bonus(rewards, logprobs", "curiosity.bonus(evidence.rewards, logprobs"),
     ],
     ("credit", "composition"): [
         ("groups.mean(batch.correct.to(rewards.dtype))", "groups.mean(rewards)"),

@@ -39,10 +39,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("advantages > 0, log_ratio.clamp(max=high)", "advantages < 0, log_ratio.clamp(max=high)"),
         ("log_ratio.clamp(min=-low), stopped)", "log_ratio.clamp(min=1 - low), stopped)"),
         ("log_ratio.clamp(min=-low), stopped)", "log_ratio, stopped)"),
-        (
-            "        stopped, loss_mask, response_index",
-            "        log_ratio, loss_mask, response_index",
-        ),
+        ("terms.response_mean(stopped)", "terms.response_mean(log_ratio)"),
         ("Clipped(-ratio_of(mean) * advantages", "Clipped(-mean * advantages"),
         ("Clipped(-ratio_of(mean) * advantages", "Clipped(-ratio_of(mean) * advantages.sign()"),
         ("for bound in (-low, high))", "for bound in (high, -low))"),
@@ -225,15 +222,6 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("groups.sum(slope)) - slope) / others", "groups.sum(slope))) / others"),
         ("beta * pull[response_index]", "beta * slope[response_index]"),
         ("value = loss / response_loss_tokens.clamp(min=1)", "value = loss"),
-    ],
-    ("policy_losses", "sequence_log_ratio"): [
-        ("torch.where(loss_mask, log_ratio,", "torch.where(~loss_mask, log_ratio,"),
-        ("sequence_sum(sums) / response_loss_tokens", "sums / response_loss_tokens"),
-        ("(sequence_sum(sums) / response_loss_tokens.clamp(min=1))", "sequence_sum(sums)"),
-        (
-            "kept = torch.where(loss_mask, log_ratio,",
-            "kept = torch.where(loss_mask, log_ratio.detach(),",
-        ),
     ],
     ("policy_losses", "cispo"): [
         ("log_ratio.detach().exp()", "log_ratio.exp()"),

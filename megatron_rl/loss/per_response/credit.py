@@ -68,8 +68,10 @@ def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
         coefficient = where_correct(batch.correct, *config.kl.by_sign, rewards.dtype)
         shaped = rewards - coefficient * kl_weights * evidence.column("kl").to(rewards.dtype)
         evidence = replace(evidence, rewards=shaped)
-    bonus = _bonus(evidence, config.reward_shaping.curiosity)
-    if bonus is not None:
+    bonus: Tensor | None = None
+    if (curiosity := config.reward_shaping.curiosity) is not None:
+        logprobs = evidence.column("mean_logprobs").to(rewards.dtype)
+        bonus = curiosity.bonus(rewards, logprobs, evidence.column("progress").item())
         evidence = replace(evidence, rewards=evidence.rewards + bonus)
     advantages = ESTIMATORS.value(config.estimator, evidence)
     check_advantages(f"estimator {config.estimator.name}", advantages, rewards)
@@ -95,15 +97,6 @@ def _of_rows(rows: Tensor, rewards: Tensor, part: Credit) -> Credit:
     seen = rewards.masked_scatter(rows, part.rewards)
     columns = [placed(each) for each in (part.advantages, part.kl_weights, part.keep)]
     return Credit(*columns, part.metrics, seen)
-
-
-def _bonus(evidence: Evidence, curiosity: Curiosity | None) -> Tensor | None:
-    """What is added to the rewards that estimators see."""
-    if curiosity is None:
-        return None
-    rewards = evidence.plain_rewards
-    logprobs = evidence.column("mean_logprobs").to(rewards.dtype)
-    return curiosity.bonus(rewards, logprobs, evidence.column("progress").item())
 
 
 def metrics(

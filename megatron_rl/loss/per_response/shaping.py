@@ -208,10 +208,8 @@ def tail_confidence(
     by_value = logprobs.argsort(stable=True)
     order = by_value[index[by_value].argsort(stable=True)]  # by row, least likely first
     row = index[order]
-    length = torch.zeros(num_rows, dtype=torch.int64, device=index.device)
-    length = length.index_add(0, index, torch.ones_like(index))
-    # 0, 1, 2, ... within each row: the place less that of the row's first token.
-    rank = torch.arange(len(order), device=index.device) - (length.cumsum(0) - length)[row]
+    length = torch.bincount(index, minlength=num_rows)
+    rank = Segments(row, length).position()
     wanted = (tail * length.double() - ROUNDING).ceil().long().clamp(min=1)
     kept = logprobs[order].masked_fill(rank >= wanted[row], 0)
     sums = torch.zeros(num_rows, dtype=logprobs.dtype, device=logprobs.device)

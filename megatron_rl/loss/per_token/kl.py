@@ -1,10 +1,10 @@
 """KL divergence to the reference: per-token estimators and per-response weights."""
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.loss.choices import kl_weight
@@ -39,28 +39,13 @@ def k3(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken:
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": k3}  # the last is verl's name
 
 
-def dads_exponential(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any"]:
-    """1 - exp(e (d - 1)), e = Euler's number: strictly decreasing, 0.934 at 0 and 0 at 1.
-
-    Source: APO (arXiv 2506.21655) eq. 5.
-    """
-    return -torch.expm1(math.e * (incorrect_share - 1))
-
-
-def dads_linear(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any"]:
-    """1 - d: 1 at 0 and 0 at 1. Source: APO's variants (arXiv 2506.21655, section 4.4)."""
-    return 1 - incorrect_share
-
-
-def dads_cubic(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any"]:
-    """1 - d^3: flat at easy prompts, steep at hard ones.
-
-    Source: APO's variants (arXiv 2506.21655, section 4.4).
-    """
-    return 1 - incorrect_share**3
-
-
-CURVES = {"exponential": dads_exponential, "linear": dads_linear, "cubic": dads_cubic}
+# Of the share d of incorrect responses: strictly decreasing to 0 at 1. Source: APO (arXiv
+# 2506.21655) eq. 5, its variants in section 4.4.
+CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "exponential": lambda d: -torch.expm1(math.e * (d - 1)),  # e = Euler's number: 0.934 at 0
+    "linear": lambda d: 1 - d,
+    "cubic": lambda d: 1 - d**3,  # flat at easy prompts, steep at hard ones
+}
 
 
 @kl_weight

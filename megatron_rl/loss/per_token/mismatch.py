@@ -4,14 +4,11 @@ Each gives weights of the policy term, detached. gap = old_logprobs - sampler_lo
 is the trainer's old probability of the sampled token over the engine's.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from megatron_rl.loss.choices import correction
-from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
-from megatron_rl.loss.shapes import PerToken, ResponseCounts, TokenIndex, TokenMask
+from megatron_rl.loss.per_token.terms import Terms
+from megatron_rl.loss.shapes import PerToken
 
 
 @correction("tis")
@@ -31,20 +28,10 @@ def icepop(gap: PerToken, *, cap: float) -> PerToken:
 
 
 @correction("sequence_mask")
-def sequence_mask(
-    gap: PerToken,
-    loss_mask: TokenMask,
-    response_index: TokenIndex,
-    response_loss_tokens: ResponseCounts,
-    sequence_sum: Callable[[Tensor], Tensor],
-    *,
-    cap: float,
-) -> PerToken:
+def sequence_mask(gap: PerToken, terms: Terms, *, cap: float) -> PerToken:
     """1 where the geometric-mean ratio of the response, exp(mean gap), is in [1/cap, cap], else 0.
 
     A response is kept or dropped as a whole: the tokens behind a strange one are strange too.
     """
-    mean = sequence_log_ratio(
-        gap.detach(), loss_mask, response_index, response_loss_tokens, sequence_sum
-    ).exp()
+    mean = terms.response_mean(gap.detach()).exp()
     return ((mean >= 1 / cap) & (mean <= cap)).to(gap.dtype)

@@ -5,15 +5,13 @@ at each token. On policy (rho = 1) each has the gradient of ``reinforce``. A pol
 function here: inputs before the star, knobs after it (see ``choices.py``).
 """
 
-from collections.abc import Callable
 from typing import Annotated
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
-from megatron_rl.loss.shapes import PerToken, ResponseCounts, TokenIndex, TokenMask
+from megatron_rl.loss.shapes import PerToken
 
 MAX_LOG_RATIO = 20.0
 DualClip = Annotated[float, Field(gt=1)] | None
@@ -113,20 +111,3 @@ def reinforce(logprobs: PerToken, advantages: PerToken) -> PerToken:
 def ratio(log_ratio: PerToken, advantages: PerToken) -> PerToken:
     """-rho A, the importance-weighted objective without a clip."""
     return -ratio_of(log_ratio) * advantages
-
-
-def sequence_log_ratio(
-    log_ratio: PerToken,
-    loss_mask: TokenMask,
-    response_index: TokenIndex,
-    response_loss_tokens: ResponseCounts,
-    sequence_sum: Callable[[Tensor], Tensor],
-) -> PerToken:
-    """log s_i = mean of log rho over the response's loss tokens, at each of them, with gradient.
-
-    ``sequence_sum`` adds the ranks that share a response (context parallelism).
-    """
-    kept = torch.where(loss_mask, log_ratio, torch.zeros_like(log_ratio))
-    none_yet = torch.zeros(response_loss_tokens.shape, dtype=kept.dtype, device=kept.device)
-    sums = none_yet.index_add(0, response_index, kept)
-    return (sequence_sum(sums) / response_loss_tokens.clamp(min=1))[response_index]

@@ -5,7 +5,6 @@ those of the current policy, without gradient; a token is gated where its entrop
 quantile of its response.
 """
 
-from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import torch
@@ -14,12 +13,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
-from megatron_rl.loss.per_token.policy_losses import (
-    DualClip,
-    dual_clipped,
-    ratio_of,
-    sequence_log_ratio,
-)
+from megatron_rl.loss.per_token.policy_losses import DualClip, dual_clipped, ratio_of
+from megatron_rl.loss.per_token.terms import Terms
 from megatron_rl.loss.segments import segments_of
 from megatron_rl.loss.shapes import (
     PerResponse,
@@ -149,10 +144,7 @@ def adaptive_clip(
 def gmpo(
     log_ratio: PerToken,
     advantages: PerToken,
-    loss_mask: TokenMask,
-    response_index: TokenIndex,
-    response_loss_tokens: ResponseCounts,
-    sequence_sum: Callable[[Tensor], Tensor],
+    terms: Terms,
     *,
     low: NonNegativeFloat = 0.4,
     high: NonNegativeFloat = 0.4,
@@ -167,9 +159,7 @@ def gmpo(
     """
     stopped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio)
     stopped = torch.where(advantages < 0, log_ratio.clamp(min=-low), stopped)
-    mean = sequence_log_ratio(
-        stopped, loss_mask, response_index, response_loss_tokens, sequence_sum
-    )
+    mean = terms.response_mean(stopped)
     lower, upper = (torch.full_like(mean, bound).exp() for bound in (-low, high))
     return Clipped(-ratio_of(mean) * advantages, lower, upper)
 

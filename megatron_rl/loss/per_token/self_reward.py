@@ -1,7 +1,7 @@
 """A reward that the policy gives itself, by one token after a response, taught by verdicts."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
@@ -30,11 +30,12 @@ class SelfReward(LossTerm):
         logprobs, index, start, was_cut = (terms.column(name) for name in self.reads)
         correct = terms.correct[index]
         off = self.class_weights(terms.correct, was_cut, terms.dtype)[index]
-        off = off * self.off(logprobs, start, correct)
+        reward = self.reward(logprobs, start)
+        off = off * (reward - correct.to(reward.dtype)).square()
         loss = self.alpha * off.sum() / max(terms.num_responses, 1)
         # Responses of other minibatches have no loss tokens here.
         finished = ~was_cut & (terms.response_loss_tokens > 0)
-        agrees = self.agrees(logprobs, start, correct) & finished[index]
+        agrees = ((reward.detach() > 0.5) == correct) & finished[index]
         right = agrees.to(terms.dtype).sum() / finished.sum().clamp(min=1)
         return LossOutput(
             loss, {"loss/self_reward": loss.detach(), "policy/self_reward_accuracy": right}
@@ -49,14 +50,6 @@ class SelfReward(LossTerm):
         of_class = torch.where(correct, num_correct, finished.sum() - num_correct)
         return (finished.sum().to(dtype) / (2 * of_class).clamp(min=1)).masked_fill(was_cut, 0)
 
-    def off(
-        self, logprobs: Float[Tensor, " ends"], start: Scalar, correct: Bool[Tensor, " ends"]
-    ) -> Float[Tensor, " ends"]:
-        """(r_s - correct)^2."""
-        reward = self.beta * (logprobs - start.to(logprobs.dtype))
-        return (reward - correct.to(logprobs.dtype)).square()
-
-    def agrees(
-        self, logprobs: Float[Tensor, " ends"], start: Scalar, correct: Bool[Tensor, " ends"]
-    ) -> Bool[Tensor, " ends"]:
-        return (self.beta * (logprobs.detach() - start.to(logprobs.dtype)) > 0.5) == correct
+    def reward(self, logprobs: Float[Tensor, " ends"], start: Scalar) -> Float[Tensor, " ends"]:
+        """r_s."""
+        return self.beta * (logprobs - start.to(logprobs.dtype))

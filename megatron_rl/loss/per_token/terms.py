@@ -111,6 +111,14 @@ class Terms:
     def _field(self, name: str) -> Tensor:
         return given(getattr(self.batch, name), "TokenBatch", name)
 
+    def response_mean(self, values: PerToken) -> PerToken:
+        """The mean over a response's loss tokens, at each of them, with gradient."""
+        kept = torch.where(self.loss_mask, values, torch.zeros_like(values))
+        counts = self.response_loss_tokens
+        none_yet = torch.zeros(counts.shape, dtype=kept.dtype, device=kept.device)
+        sums = none_yet.index_add(0, self.response_index, kept)
+        return (self.sequence_sum(sums) / counts.clamp(min=1))[self.response_index]
+
     def mean(self, values: Tensor) -> Scalar:
         """Contribution to the mean over the loss tokens of the minibatch, detached."""
         kept = values.detach().to(self.dtype).masked_fill(~self.loss_mask, 0)

@@ -13,7 +13,6 @@ from megatron_rl.loss.choices import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, T
 from megatron_rl.loss.config import MethodConfig, MismatchConfig
 from megatron_rl.loss.per_token import kl
 from megatron_rl.loss.per_token.aggregate import weighted_sum
-from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
 from megatron_rl.loss.per_token.response_losses import Clipped
 from megatron_rl.loss.per_token.terms import SequenceSum, Terms, terms_of
 from megatron_rl.loss.segments import where_correct
@@ -106,14 +105,7 @@ def policy_term(terms: Terms, chosen: Named) -> tuple[PerToken, PerToken, Bounds
     if policy_loss.sampler_ratio:
         terms = replace(terms, log_ratio=terms.log_ratio + terms.gap)
     if policy_loss.sequence_ratio:
-        log_ratio = sequence_log_ratio(
-            terms.log_ratio,
-            terms.loss_mask,
-            terms.response_index,
-            terms.response_loss_tokens,
-            terms.sequence_sum,
-        )
-        terms = replace(terms, log_ratio=log_ratio)
+        terms = replace(terms, log_ratio=terms.response_mean(terms.log_ratio))
     knobs = chosen.knobs
     per_token = policy_loss(terms, knobs)
     bounds: Bounds | None = None

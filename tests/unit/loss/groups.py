@@ -1,13 +1,15 @@
 """Builders and comparison shared by the tests of the loss module."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import Evidence, ResponseBatch, TokenBatch
+from megatron_rl.loss import Evidence, ResponseBatch, Terms, TokenBatch
 from megatron_rl.loss.config import MethodConfig
+from megatron_rl.loss.per_token.terms import terms_of
 from megatron_rl.loss.segments import Segments, segments_of
 
 
@@ -31,6 +33,20 @@ def plain(**changes: Any) -> MethodConfig:
         "kl": {"coef": 0.0, "estimator": "k1"},
     }
     return MethodConfig(**values | changes)
+
+
+def terms(
+    loss_mask: Tensor,
+    index: Sequence[int],
+    counts: Sequence[int],
+    sequence_sum: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> Terms:
+    """For a loss that takes means over responses: which tokens count, the response of each, and
+    how many count of each response."""
+    zeros, of_responses = vector(*[0] * len(index)), vector(*[0] * len(counts))
+    batch = TokenBatch(zeros, zeros, torch.tensor(index), loss_mask, of_responses, of_responses)
+    made = terms_of(batch, sequence_sum, None)
+    return replace(made, response_loss_tokens=torch.tensor(counts))
 
 
 def evidence(

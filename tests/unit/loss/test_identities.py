@@ -15,7 +15,7 @@ from megatron_rl.loss.per_response import filters, shaping
 from megatron_rl.loss.per_token import aggregate, kl
 from megatron_rl.loss.per_token import policy_losses as losses
 from megatron_rl.loss.segments import Segments, segments_of
-from tests.unit.loss.groups import evidence
+from tests.unit.loss.groups import evidence, flags, terms
 
 
 def holds(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -265,11 +265,8 @@ def test_on_policy_gradients_equal_reinforce(tokens: list[tuple[float, float]]) 
 @holds(RATIOS)
 def test_gspo_with_one_token_responses_is_ppo_clip(tokens: list[tuple[float, float]]) -> None:
     log_ratio = torch.tensor([value for value, _ in tokens], dtype=torch.float64)
-    ids = torch.arange(len(tokens))
-    ones = torch.ones(len(tokens), dtype=torch.int64)
-    close(
-        losses.sequence_log_ratio(log_ratio, ones.bool(), ids, ones, lambda sums: sums), log_ratio
-    )
+    ones = [1] * len(tokens)
+    close(terms(flags(*ones), range(len(tokens)), ones).response_mean(log_ratio), log_ratio)
 
 
 @holds(RATIOS)

@@ -2,10 +2,8 @@
 
 import math
 
-import torch
-
 from megatron_rl.loss.per_token import mismatch
-from tests.unit.loss.groups import flags, same, vector
+from tests.unit.loss.groups import flags, same, terms, vector
 
 GAP = vector(*[math.log(ratio) for ratio in (1, 4, 0.25, 1.9, 0.6)])
 
@@ -23,14 +21,8 @@ def test_sequence_mask_by_hand() -> None:
     """Geometric means: sqrt(1 * 4) = 2 is kept, sqrt(0.25 * 0.6) = 0.39 is dropped; the masked
     token does not count."""
     gap = vector(*[math.log(ratio) for ratio in (1, 3.99, 100, 0.25, 0.6)])
-    found = mismatch.sequence_mask(
-        gap,
-        flags(1, 1, 0, 1, 1),
-        torch.tensor([0, 0, 0, 1, 1]),
-        torch.tensor([2, 2]),
-        lambda sums: sums,
-        cap=2.0,
-    )
+    responses = terms(flags(1, 1, 0, 1, 1), [0, 0, 0, 1, 1], [2, 2])
+    found = mismatch.sequence_mask(gap, responses, cap=2.0)
     same(found, 1, 1, 1, 0, 0)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss.per_token import policy_losses as losses
-from tests.unit.loss.groups import flags, same, vector
+from tests.unit.loss.groups import flags, same, terms, vector
 
 
 def check(
@@ -135,40 +135,11 @@ def test_ratio() -> None:
     check(lambda _, log_ratio, a: losses.ratio(log_ratio, a), [(5, 1, -5, -5), (0.5, -2, 1, 1)])
 
 
-def test_sequence_log_ratio() -> None:
-    """Response 0: mean of 0.2 and -0.1 (the third token is masked); response 1: 0.3; response 2 has
-    no loss token."""
-    log_ratio = vector(0.2, -0.1, 9, 0.3, 7).requires_grad_()
-    mask = flags(1, 1, 0, 1, 0)
-    ids = torch.tensor([0, 0, 0, 1, 2])
-    found = losses.sequence_log_ratio(
-        log_ratio, mask, ids, torch.tensor([2, 1, 0]), lambda sums: sums
-    )
-    same(found.detach(), 0.05, 0.05, 0.05, 0.3, 0)
-    found[0].backward()
-    assert log_ratio.grad is not None
-    same(log_ratio.grad, 0.5, 0.5, 0, 0, 0)
-
-
-def test_sequence_log_ratio_divides_the_sum_over_ranks() -> None:
-    """Half of a response of four tokens, the other rank's half adds 0.6: (0.1 + 0.6) / 4."""
-    found = losses.sequence_log_ratio(
-        vector(0.2, -0.1),
-        flags(1, 1),
-        torch.tensor([0, 0]),
-        torch.tensor([4]),
-        lambda sums: sums + vector(0.6),
-    )
-    same(found, 0.175, 0.175)
-
-
 def test_gspo_by_hand() -> None:
     """s = exp(0.05) = 1.051271 > 1.0004: clipped for A > 0, kept for A < 0 with s / 2 per token of
     the two."""
     log_ratio = vector(0.2, -0.1).requires_grad_()
-    sequence = losses.sequence_log_ratio(
-        log_ratio, flags(1, 1), torch.tensor([0, 0]), torch.tensor([2]), lambda sums: sums
-    )
+    sequence = terms(flags(1, 1), [0, 0], [2]).response_mean(log_ratio)
     same(losses.ppo_clip(sequence, vector(1, 1), low=3e-4, high=4e-4).detach(), -1.0004, -1.0004)
     loss = losses.ppo_clip(sequence, vector(-1, -1), low=3e-4, high=4e-4)
     same(loss.detach(), 1.051271, 1.051271)

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_rl.loss.per_token import policy_losses
 from megatron_rl.loss.per_token import response_losses as losses
 from megatron_rl.loss.whole_responses import WholeResponses
-from tests.unit.loss.groups import flags, same, vector
+from tests.unit.loss.groups import flags, same, terms, vector
 from tests.unit.loss.test_policy_losses import check
 
 
@@ -35,13 +35,7 @@ def test_entropy_clip_by_hand() -> None:
 def gmpo(log_ratio: Tensor, advantages: Tensor, **knobs: float) -> losses.Clipped:
     """Responses of two loss tokens and one, the third token takes no part."""
     return losses.gmpo(
-        log_ratio,
-        advantages,
-        flags(1, 1, 0, 1),
-        torch.tensor([0, 0, 0, 1]),
-        torch.tensor([2, 1]),
-        lambda sums: sums,
-        **knobs,
+        log_ratio, advantages, terms(flags(1, 1, 0, 1), [0, 0, 0, 1], [2, 1]), **knobs
     )
 
 
@@ -73,24 +67,16 @@ def test_gmpo_of_one_token_is_ppo_clip() -> None:
     """At 1 - e^-0.4 and e^0.4 - 1, the defaults."""
     draw = torch.Generator().manual_seed(0)
     log_ratio, advantages = torch.randn(2, 50, generator=draw, dtype=torch.float64)
-    every = torch.ones(50, dtype=torch.int64)
-    found = losses.gmpo(
-        log_ratio, advantages, every.bool(), torch.arange(50), every, lambda sums: sums
-    )
+    ones = [1] * 50
+    found = losses.gmpo(log_ratio, advantages, terms(flags(*ones), range(50), ones))
     bounds = {"low": 1 - math.exp(-0.4), "high": math.exp(0.4) - 1}
     same(found.per_token, *policy_losses.ppo_clip(log_ratio, advantages, **bounds).tolist())
 
 
 def test_gmpo_divides_the_sum_over_ranks() -> None:
     """Half of a response of four tokens; the other rank's half adds 0.6: (0.1 + 0.6) / 4."""
-    found = losses.gmpo(
-        vector(0.2, -0.1),
-        vector(1, 1),
-        flags(1, 1),
-        torch.tensor([0, 0]),
-        torch.tensor([4]),
-        lambda sums: sums + vector(0.6),
-    )
+    shared = terms(flags(1, 1), [0, 0], [4], lambda sums: sums + vector(0.6))
+    found = losses.gmpo(vector(0.2, -0.1), vector(1, 1), shared)
     same(found.per_token, *[-math.exp(0.175)] * 2)
 
 

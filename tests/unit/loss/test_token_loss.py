@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.loss import TokenBatch, choices
 from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_token.token_loss import token_loss
-from tests.unit.loss.groups import flags, same, vector
+from tests.unit.loss.groups import flags, same, terms, vector
 from tests.unit.loss.groups import plain as plan
 
 TIS = {"kind": "tis"}
@@ -250,6 +250,23 @@ def test_clip_shares_by_hand() -> None:
     assert found == pytest.approx([1 / 6, 1 / 6, 1 / 6, 0])
     assert metrics["policy/ratio_max"].item() == pytest.approx(1.5)
     assert metrics["policy/ratio_mean"].item() == pytest.approx(3.5 / 6)
+
+
+def test_response_mean() -> None:
+    """Response 0: mean of 0.2 and -0.1 (the third token is masked); response 1: 0.3; response 2 has
+    no loss token."""
+    log_ratio = vector(0.2, -0.1, 9, 0.3, 7).requires_grad_()
+    found = terms(flags(1, 1, 0, 1, 0), [0, 0, 0, 1, 2], [2, 1, 0]).response_mean(log_ratio)
+    same(found.detach(), 0.05, 0.05, 0.05, 0.3, 0)
+    found[0].backward()
+    assert log_ratio.grad is not None
+    same(log_ratio.grad, 0.5, 0.5, 0, 0, 0)
+
+
+def test_response_mean_divides_the_sum_over_ranks() -> None:
+    """Half of a response of four tokens, the other rank's half adds 0.6: (0.1 + 0.6) / 4."""
+    shared = terms(flags(1, 1), [0, 0], [4], lambda sums: sums + vector(0.6))
+    same(shared.response_mean(vector(0.2, -0.1)), 0.175, 0.175)
 
 
 def test_sequence_sum_reaches_the_ratio_and_the_mask() -> None:
