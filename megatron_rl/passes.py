@@ -114,9 +114,7 @@ class TokenScores:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
         """With ``change`` of each tensor."""
-        columns: dict[str, Tensor] = {}
-        for name, values in self.columns.items():
-            columns[name] = change(values)
+        columns = {name: change(values) for name, values in self.columns.items()}
         return TokenScores(change(self.logprobs), columns)
 
 

@@ -306,11 +306,9 @@ def build_chunks(
     """
     divisible_by = settings.make_vocab_divisible_by
     vocab_rows = padded_vocab(arch.vocab_size, divisible_by, config.tensor_model_parallel_size)
-    virtual_stages: list[int | None] = [None]
-    if config.virtual_pipeline_model_parallel_size:
-        virtual_stages = list(range(config.virtual_pipeline_model_parallel_size))
+    virtual_stages = config.virtual_pipeline_model_parallel_size
     chunks: list[torch.nn.Module] = []
-    for vp_stage in virtual_stages:
+    for vp_stage in range(virtual_stages) if virtual_stages else [None]:
         place = dict(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
         model = HiddenStates(
             config=config,

@@ -92,10 +92,7 @@ def _with_copies(local: LocalBatch, ratio: float, seed: int) -> LocalBatch:
         images=images,
         temperatures=None if plain.temperatures is None else plain.temperatures.repeat(2),
     )
-    microbatches = []
-    for rows in local.microbatches:
-        copied = [row + num_rows for row in rows]
-        microbatches.append([*rows, *copied])
+    microbatches = [[*rows, *(row + num_rows for row in rows)] for rows in local.microbatches]
     rows = None if local.rows is None else local.rows.repeat(2)
     return LocalBatch(both, microbatches, rows)
 

@@ -30,8 +30,7 @@ def turns_of(view: StepView) -> TokenTurns:
     follows = torch.zeros_like(sampled)
     follows[1:] = sampled[:-1] & (row[1:] == row[:-1])
     begins = sampled & ~follows
-    count = torch.zeros(view.local.batch.num_responses, dtype=torch.int64)
-    count.index_add_(0, row, begins.long())
+    count = torch.bincount(row[begins], minlength=view.local.batch.num_responses)
     before = count.cumsum(0) - count  # turns of the rows above
     return TokenTurns(count, begins.cumsum(0) - before[row] - 1, row, begins)
 

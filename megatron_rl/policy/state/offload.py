@@ -128,12 +128,6 @@ def training_tensors(
     def parameters() -> list[torch.nn.Parameter]:
         return [parameter for module in modules for parameter in module.parameters()]
 
-    def weights() -> Iterable[Tensor]:
-        return [parameter.data for parameter in parameters()]
-
-    def gradients() -> Iterable[Tensor]:
-        return [gradient(parameter) for parameter in parameters() if parameter.requires_grad]
-
     def optimizer_states() -> Iterable[Tensor]:
         for part in parts(optimizer) if optimizer is not None else ():
             for group in part.optimizer.param_groups:
@@ -142,7 +136,11 @@ def training_tensors(
                     state = part.optimizer.state.get(parameter, {})
                     yield from filter(torch.is_tensor, state.values())
 
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer_states}
+    return {
+        "weights": lambda: [each.data for each in parameters()],
+        "gradients": lambda: [gradient(each) for each in parameters() if each.requires_grad],
+        "optimizer": optimizer_states,
+    }
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -1,6 +1,7 @@
 """Loads this rank's Megatron parameters from HF safetensors, by the shards of parameter_map.py."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -243,12 +244,11 @@ def _check_tied(directory: HfDirectory, shard: Shard, embedding: Tensor) -> None
 
 def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[_ShardKey, int]]) -> None:
     """Raises ValueError where a rank has read values that are not finite."""
-    by_shard: dict[_ShardKey, int] = {}
-    for counts in everyone:
-        by_shard.update(counts)  # a shard that several ranks hold counts once
-    by_name: dict[str, int] = {}
+    # A shard that several ranks hold counts once.
+    by_shard = {shard: count for counts in everyone for shard, count in counts.items()}
+    by_name: Counter[str] = Counter()
     for (name, _, _), count in sorted(by_shard.items()):
-        by_name[name] = by_name.get(name, 0) + count
+        by_name[name] += count
     if by_name:
         shown = first_few([f"{name} ({count} values)" for name, count in by_name.items()], 4)
         raise ValueError(
