@@ -16,7 +16,7 @@ from megatron_rl.loss import Method
 from megatron_rl.models import read_architecture
 from megatron_rl.models.adapters import adapter_problems, with_adapters
 from megatron_rl.planning import memory
-from megatron_rl.planning.engine_memory import GIB
+from megatron_rl.planning.engine_memory import GIB, EngineMemory
 from megatron_rl.planning.memory import workload
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.planning.phases import MemoryBudget, describe, problems
@@ -93,14 +93,9 @@ def _with_teachers(config: Config, stage: memory.StageMemory) -> memory.StageMem
 def _with_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
     """No engine; in its place, in lockstep what ``WeightHistory`` holds."""
     held = config.source.staleness > 0 and config.source.schedule == "lockstep"
-    return replace(
-        stage,
-        engine_weights=NUM_VERSIONS * stage.weights if held else 0,
-        engine_sampler=0,
-        engine_unquantized=0,
-        kv_cache=0,
-        engine_backup=0,
-    )
+    no_engine = dict.fromkeys(EngineMemory.__annotations__, 0)
+    weights = NUM_VERSIONS * stage.weights if held else 0
+    return replace(stage, **no_engine | {"engine_weights": weights})
 
 
 def smallest_budget(world: World) -> MemoryBudget:

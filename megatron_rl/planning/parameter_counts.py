@@ -35,10 +35,6 @@ class Counts(NamedTuple):
         return self.dense + self.experts
 
 
-def every(_: Parameter) -> bool:
-    return True
-
-
 def is_trained(parameter: Parameter, arch: Architecture, freeze_vision: bool) -> bool:
     """Whether it has a gradient and an optimizer state."""
     if arch.adapter_slots:
@@ -61,7 +57,10 @@ def is_layer_matrix(parameter: Parameter) -> bool:
 
 
 def stage_counts(
-    arch: Architecture, parallel: ParallelConfig, divisible_by: int, which: Which = every
+    arch: Architecture,
+    parallel: ParallelConfig,
+    divisible_by: int,
+    which: Which = lambda _: True,
 ) -> list[Counts]:
     """The counts of a rank of each pipeline stage, of the parameters that ``which`` takes."""
     rows = padded_vocab(arch.vocab_size, divisible_by, parallel.tensor)

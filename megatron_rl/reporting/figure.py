@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
+from megatron_rl.errors import shortened
 from megatron_rl.reporting.metrics_file import PASS_AT, Row, is_held_out, pass_at_ks, read_metrics
 from megatron_rl.reporting.panels import OVER_K, Panel, panels_of
 
@@ -168,6 +169,4 @@ def _finish(axes: Axes, panel: Panel) -> None:
 def _fitted(title: str) -> str:
     """A title that stays off the next axes: the data source, after the colon, may be long."""
     lines = [title] if len(title) <= _MAX_TITLE else title.replace(": ", ":\n", 1).split("\n")
-    return "\n".join(
-        line if len(line) <= _MAX_TITLE else f"{line[: _MAX_TITLE - 3]}..." for line in lines
-    )
+    return "\n".join(shortened(line, _MAX_TITLE) for line in lines)

@@ -32,14 +32,8 @@ def read_metrics(path: Path) -> list[Row]:
 
 def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     """The steps that have ``key``, and its values."""
-    steps = []
-    values = []
-    for row in rows:
-        value = row.get(key)
-        if value is not None:
-            steps.append(int(row["step"] or 0))
-            values.append(float(value))
-    return steps, values
+    present = [(row["step"], value) for row in rows if (value := row.get(key)) is not None]
+    return [int(step or 0) for step, _ in present], [float(value) for _, value in present]
 
 
 def is_held_out(key: str) -> bool:

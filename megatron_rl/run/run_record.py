@@ -18,7 +18,7 @@ import xxhash
 
 from megatron_rl.config.keys import flat, within
 from megatron_rl.config.schema import Config
-from megatron_rl.errors import shortened
+from megatron_rl.errors import first_few, shortened
 from megatron_rl.plugins import sources
 
 _PACKAGES = (
@@ -214,10 +214,7 @@ def _content(
 
 def listed(changes: Sequence[Difference]) -> str:
     """One line a difference, at most ``SHOWN``."""
-    lines = [f"\n  - {difference}" for difference in changes[:SHOWN]]
-    if len(changes) > SHOWN:
-        lines.append(f"\n  - and {len(changes) - SHOWN} more")
-    return "".join(lines)
+    return "".join(f"\n  - {line}" for line in first_few(list(map(str, changes)), SHOWN))
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

@@ -29,22 +29,19 @@ _LARGE_BYTES = 10**10
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Scores:
     """Follows one metric over the evaluations of a run; all ranks see the same metrics.
 
     Example: after 0.1, 0.3, 0.2 the best is 0.3 and one evaluation has passed without a better one.
-
-    Args:
-        metric: its key, larger is better, such as ``eval/accuracy``.
-        stop_after: evaluations without a better score that make ``exhausted`` true; None = never.
     """
 
-    def __init__(self, metric: str, stop_after: int | None) -> None:
-        self.metric = metric
-        self._stop_after = stop_after
-        self.best_step: int | None = None
-        self.best: float | None = None
-        self.without_better = 0
+    metric: str  # its key, larger is better, such as ``eval/accuracy``
+    # Evaluations without a better score that make ``exhausted`` true; None = never.
+    stop_after: int | None
+    best_step: int | None = None
+    best: float | None = None
+    without_better: int = 0
 
     def note(self, metrics: Mapping[str, Any]) -> bool:
         """Whether the metrics of a step hold the best score so far; False where they hold none.
@@ -72,7 +69,7 @@ class Scores:
     @property
     def exhausted(self) -> bool:
         """Whether ``stop_after`` evaluations in a row brought no better score."""
-        return self._stop_after is not None and self.without_better >= self._stop_after
+        return self.stop_after is not None and self.without_better >= self.stop_after
 
     def as_text(self) -> str:
         """Example: "best eval/accuracy 0.535 at step 150"; empty before the first evaluation."""

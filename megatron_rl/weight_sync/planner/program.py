@@ -3,7 +3,7 @@ copies, round by round."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -305,15 +305,12 @@ def _window(region: Slice, outer: Slice) -> tuple[slice, ...]:
 
 
 def _count_uses(rounds: Sequence[Round], copies: Sequence[LocalCopy]) -> dict[str, int]:
-    uses: dict[str, int] = defaultdict(int)
+    uses = Counter(copy.target.key for copy in copies)
     for step in rounds:
         for message in (*step.receives, *(message for message in step.sends if message.passed_on)):
             for chunk in message.chunks:
-                for landing in chunk.landings:
-                    uses[landing.view.key] += 1
-    for copy in copies:
-        uses[copy.target.key] += 1
-    return dict(uses)
+                uses.update(landing.view.key for landing in chunk.landings)
+    return uses
 
 
 def _extents(groups: Sequence[ShardGroup]) -> dict[str, Extent]:
