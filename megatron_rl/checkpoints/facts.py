@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.model_config import ITEM_BYTES
-from megatron_rl.config.schema import ModelConfig
+from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import local_shape, model_parameters, padded_vocab
 
@@ -25,17 +25,16 @@ SIZES = (
 
 def describe(
     arch: Architecture,
-    params: str,
-    *,
-    distributed_optimizer: bool,
-    reference: bool,
     model: ModelConfig,
+    precision: PrecisionConfig,
+    parallel: ParallelConfig,
+    *,
+    reference: bool,
     base_digest: str | None = None,
 ) -> dict[str, Any]:
     """What must agree between the run that writes a checkpoint and the run that reads it.
 
     Args:
-        params: number format of the weights, "float32" or "bfloat16".
         reference: whether the weights of the start are kept for a KL term.
         base_digest: of the weights that adapters are trained beside; None: there are no adapters,
             or it is not known yet.
@@ -47,8 +46,8 @@ def describe(
     return {
         "format": FORMAT,
         "model": {"family": arch.family, "tied_embeddings": arch.tied_embeddings, **sizes},
-        "precision.params": params,
-        "parallel.distributed_optimizer": distributed_optimizer,
+        "precision.params": precision.params,
+        "parallel.distributed_optimizer": parallel.distributed_optimizer,
         "model.freeze_vision": model.freeze_vision,
         "model.lora": lora,
         "digest of the base": base_digest,

@@ -69,11 +69,7 @@ def check_before_build(config: Config, start: ResumePoint, keep_reference: bool)
     if start.checkpoint is not None:
         info = directory.check(start.checkpoint)
         wanted = facts.describe(
-            arch,
-            config.precision.params,
-            distributed_optimizer=config.parallel.distributed_optimizer,
-            reference=keep_reference,
-            model=config.model,
+            arch, config.model, config.precision, config.parallel, reference=keep_reference
         )
         facts.refuse_other(start.checkpoint, info, wanted)
         safe_load.check_files(start.checkpoint)

@@ -27,7 +27,6 @@ from torch import Tensor
 from megatron_rl.checkpoints import directory, facts, safe_load
 from megatron_rl.checkpoints.part_writer import BLOCK_BYTES, PartWriter, Settings, saved_bytes
 from megatron_rl.checkpoints.saving import CheckpointSave
-from megatron_rl.config.model_config import format_name
 from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.precision import plain
 from megatron_rl.policy.reference import Reference
@@ -222,26 +221,17 @@ def _nothing_gathered(optimizer: Any) -> Iterator[None]:
 def describe(policy: TrainingState) -> dict[str, Any]:
     """``facts.describe`` with the layout, which need not be that of the run that reads it."""
     layout = {name: getattr(policy.ranks, name) for name in LAYOUT}
-    described = facts.describe(
-        policy.arch,
-        _params(policy),
-        distributed_optimizer=policy.parallel.distributed_optimizer,
-        reference=policy.reference is not None,
-        model=policy.model,
-        base_digest=policy.base_digest,
-    )
+    given = (policy.arch, policy.model, policy.precision, policy.parallel)
+    has_reference = policy.reference is not None
+    described = facts.describe(*given, reference=has_reference, base_digest=policy.base_digest)
     return {**described, "layout": layout}
-
-
-def _params(policy: TrainingState) -> str:
-    return format_name(policy.config.params_dtype)
 
 
 def _bytes(policy: TrainingState) -> int:
     """What the checkpoint will take; Adam's moments count as float32."""
     return facts.checkpoint_bytes(
         facts.num_saved(policy.arch, 1),
-        _params(policy),
+        policy.precision.params,
         "float32",
         distributed_optimizer=policy.parallel.distributed_optimizer,
         reference=policy.reference is not None,

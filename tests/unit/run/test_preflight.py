@@ -17,7 +17,7 @@ from megatron_rl.run import preflight
 from megatron_rl.run.start import ResumePoint
 from megatron_rl.runtime import disk
 from tests.e2e.toy import write_large_config, write_model
-from tests.zoo import model_config
+from tests.zoo import configured
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_an_engine_that_cannot_be_built_is_refused(config, tmp_path, monkeypatch
 
 def checkpoint(tmp_path: Path, **changes: object) -> Path:
     arch, _ = read_architecture(write_model(tmp_path / "model"))
-    model = model_config(tmp_path / "model")
-    info = facts.describe(arch, "float32", distributed_optimizer=True, reference=False, model=model)
+    run = configured(tmp_path / "model", "precision=fp32")
+    info = facts.describe(arch, run.model, run.precision, run.parallel, reference=False)
     path = tmp_path / "checkpoints" / "step_000001"
     (directory.begin(path) / "weights").write_bytes(b"x")
     directory.finish(path, info | changes)
