@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.cli.command_line import add_root, root_of
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process: 0 when it was asked to end or is not wanted any more, 1 on any error."""
     options = arguments(argv)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the trainer to save; servers inherit it
     try:
         root = root_of(options)
@@ -158,10 +157,6 @@ def multimodal(config: Config) -> MultimodalConfig | None:
         return None
     data = read_data(config, load_tokenizer(config.model.path), vision)
     return multimodal_config([*data.train_prompts, *data.held_out_prompts], vision)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
 
 
 if __name__ == "__main__":

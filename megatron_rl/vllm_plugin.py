@@ -46,4 +46,4 @@ def receiving_end(
 ) -> transfer_backend.Sync:
     """Collective over trainer and workers: the plan is made. The trainer's end is
     ``weight_sync.fleet.joint.JointSync``."""
-    return ReshardSync(None, sink, options, gpus_per_node=None, device=device(), group=group).sync
+    return ReshardSync(None, sink, options, device=device(), group=group).sync

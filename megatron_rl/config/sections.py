@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -75,11 +75,10 @@ class EnvironmentConfig(Piece):
         return self.name != "single"
 
 
-def _names(value: Any) -> Any:
-    return None if value is None else as_names(value)
-
-
-GivenNames = Annotated[tuple[str, ...] | str | None, BeforeValidator(_names)]
+GivenNames = Annotated[
+    tuple[str, ...] | str | None,
+    BeforeValidator(lambda value: None if value is None else as_names(value)),
+]
 
 
 class WarmStartConfig(Piece):

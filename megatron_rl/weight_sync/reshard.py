@@ -34,7 +34,7 @@ class ReshardSync:
         sink: WeightSink | None,
         options: TransferOptions,
         *,
-        gpus_per_node: int | None,
+        gpus_per_node: int | None = None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
     ) -> None:

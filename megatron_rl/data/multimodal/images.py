@@ -40,14 +40,14 @@ class ImageColumn:
         """``value``: one image or a list of them, in a form of ``_FORMS``; null is none."""
         if value is None or value == []:
             return ()
+        items = value if isinstance(value, list) else [value]
         if self.vision is None:
             remedy = "give a vision-language model (Qwen-VL), or set data.columns.images=null"
             what = f"{self.column}: the model of model.path reads no images"
-            self.problems.add(row, what, _count(value), remedy)
+            count = f"{len(items)} image{'s' * (len(items) > 1)}"
+            self.problems.add(row, what, count, remedy)
             return ()
-        images = [
-            self._image(row, item) for item in (value if isinstance(value, list) else [value])
-        ]
+        images = [self._image(row, item) for item in items]
         return tuple(image for image in images if image is not None)
 
     def _image(self, row: int, item: Any) -> Image | None:
@@ -109,10 +109,6 @@ def _shown(item: Any) -> Any:
     if isinstance(item, bytes):
         return f"{len(item)} bytes"
     return item
-
-
-def _count(value: Any) -> str:
-    return f"{len(value)} images" if isinstance(value, list) else "1 image"
 
 
 def parts_of(content: Any) -> list[dict[str, str]] | None:

@@ -108,17 +108,11 @@ class JointSync:
 
     def _join(self, address: str, port: int, size: int) -> None:
         trainer = self._trainer
-        timeout_s = trainer.options.timeout_s
+        source, options, device = trainer.source, trainer.options, trainer.device
+        timeout_s = options.timeout_s
         store = connect_store(address, port, timeout_s)
         self._group = join_group(store, self._world.rank, size, timeout_s, trainer.secret)
-        self._sync = ReshardSync(
-            trainer.source,
-            None,
-            trainer.options,
-            gpus_per_node=None,
-            device=trainer.device,
-            group=self._group,
-        )
+        self._sync = ReshardSync(source, None, options, device=device, group=self._group)
 
     def sync(self, version: int, *, staged: bool = False) -> PushResult:
         """Collective over the trainer's ranks. ``staged``: the new weights wait next to the old

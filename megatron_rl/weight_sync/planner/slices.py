@@ -114,10 +114,8 @@ def covered(regions: Sequence[Slice], within: Sequence[Slice] | None = None) -> 
     the union of ``within``."""
     if within is not None:
         return covered(regions) + covered(within) - covered([*regions, *within])
-    count = 0
-    for i, region in enumerate(regions):
-        count += sum(math.prod(part.shape) for part in without(region, regions[:i]))
-    return count
+    parts = (each for i, region in enumerate(regions) for each in without(region, regions[:i]))
+    return sum(math.prod(part.shape) for part in parts)
 
 
 def common_parts(wanted: Sequence[Sequence[Slice]]) -> list[tuple[Slice, tuple[int, ...]]]:
