@@ -65,10 +65,10 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("ddof=1", "ddof=0"),
         ("return visits + 1,", "return visits,"),
     ],
-    ("filters", "groups"): [
-        ("groups.sum(correct) < groups.count)", "groups.sum(correct) == groups.count)"),
-        ("groups.sum(correct) < groups.count)", "groups.sum(correct) > 0)"),
-        ("groups.sum(correct) < groups.count)", "groups.sum(correct) <= groups.count)"),
+    ("credit", "groups"): [
+        ("(batch.correct) < groups.count)", "(batch.correct) == groups.count)"),
+        ("(batch.correct) < groups.count)", "(batch.correct) > 0)"),
+        ("(batch.correct) < groups.count)", "(batch.correct) <= groups.count)"),
     ],
     ("filters", "demonstrations"): [
         ("~is_demonstration, torch.inf)", "~is_demonstration, -torch.inf)"),
@@ -105,7 +105,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         (".all(dim=1)", ".any(dim=1)"),
         ("response_tokens >= 2 * block", "response_tokens > 2 * block"),
         ("return -self.penalty * repeated", "return self.penalty * repeated"),
-        ("response_tokens, truncated, **blocks", "response_tokens, ~truncated, **blocks"),
+        ("truncated & ~repeated", "~truncated & ~repeated"),
     ],
     ("shaping", "confidence_gap"): [
         ("prompt_confidence - response_confidence", "response_confidence - prompt_confidence"),

@@ -12,7 +12,7 @@ from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS
 from megatron_rl.loss.config import MethodConfig
 from megatron_rl.loss.per_response.advantages import ONE, zscore
 from megatron_rl.loss.per_response.evidence import Evidence
-from megatron_rl.loss.per_response.filters import Curiosity, not_all_correct
+from megatron_rl.loss.per_response.filters import Curiosity
 from megatron_rl.loss.segments import Segments, lifted, segments_of, where_correct
 
 
@@ -80,7 +80,7 @@ def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
         check_advantages(f"shaper {name}", advantages, rewards)
     keep = torch.ones_like(batch.correct)
     if config.filters.drop_all_correct:
-        keep = not_all_correct(batch.correct, groups)
+        keep = groups.broadcast(groups.sum(batch.correct) < groups.count)
     of_batch = metrics(evidence, advantages, kl_weights, keep)
     if bonus is not None:
         of_batch["credit/curiosity_bonus_mean"] = bonus.mean()

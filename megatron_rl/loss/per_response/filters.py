@@ -10,11 +10,6 @@ from megatron_rl.loss.segments import Segments
 from megatron_rl.loss.shapes import PerResponse, ResponseCounts, ResponseFlags, TokenIndex
 
 
-def not_all_correct(correct: ResponseFlags, groups: Segments) -> ResponseFlags:
-    """False for every response of a group whose responses are all correct."""
-    return groups.broadcast(groups.sum(correct) < groups.count)
-
-
 class ChosenDemonstrations(Piece):
     """Of a group's demonstrations ``count`` take part: those of the lowest mean entropy, or those
     that make the answer the most likely (of equals the first).
@@ -65,30 +60,6 @@ class Overlong(Piece):
         return self.factor * ((start - response_tokens.to(dtype)) / buffer_tokens).clamp(-1, 0)
 
 
-def repeated_tail(
-    token_ids: TokenIndex,
-    response_tokens: ResponseCounts,
-    candidates: ResponseFlags,
-    *,
-    min_block: int,
-    max_block: int,
-) -> ResponseFlags:
-    """True where a candidate ends in a block of min_block to max_block tokens written twice.
-
-    The tokens are those of all responses, one after another.
-    """
-    end = response_tokens.cumsum(0)
-    repeated = torch.zeros(response_tokens.shape, dtype=torch.bool, device=token_ids.device)
-    longest = int(response_tokens.max()) // 2 if response_tokens.numel() else 0
-    for block in range(min_block, min(max_block, longest) + 1):
-        rows = torch.nonzero(candidates & ~repeated & (response_tokens >= 2 * block)).flatten()
-        if not rows.numel():
-            continue
-        last = end[rows, None] - 1 - torch.arange(block, device=token_ids.device)
-        repeated[rows] = (token_ids[last] == token_ids[last - block]).all(dim=1)
-    return repeated
-
-
 class Repetition(Piece):
     """-penalty where a response was cut by the limit and ends in a block written twice.
 
@@ -106,8 +77,16 @@ class Repetition(Piece):
         truncated: ResponseFlags,
         dtype: torch.dtype,
     ) -> PerResponse:
-        blocks = {"min_block": self.min_block_tokens, "max_block": self.max_block_tokens}
-        repeated = repeated_tail(token_ids, response_tokens, truncated, **blocks)
+        """``token_ids``: those of all responses, one after another."""
+        end = response_tokens.cumsum(0)
+        repeated = torch.zeros(response_tokens.shape, dtype=torch.bool, device=token_ids.device)
+        longest = int(response_tokens.max()) // 2 if response_tokens.numel() else 0
+        for block in range(self.min_block_tokens, min(self.max_block_tokens, longest) + 1):
+            rows = torch.nonzero(truncated & ~repeated & (response_tokens >= 2 * block)).flatten()
+            if not rows.numel():
+                continue
+            last = end[rows, None] - 1 - torch.arange(block, device=token_ids.device)
+            repeated[rows] = (token_ids[last] == token_ids[last - block]).all(dim=1)
         return -self.penalty * repeated.to(dtype)
 
 

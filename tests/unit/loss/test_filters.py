@@ -6,14 +6,6 @@ from megatron_rl.loss.per_response import filters
 from megatron_rl.loss.segments import segments_of
 from tests.unit.loss.groups import flags, same, vector
 
-CORRECT = flags(1, 0, 1, 1, 0, 0)
-GROUPS = segments_of(torch.tensor([0, 0, 1, 1, 2, 2]))
-
-
-def test_not_all_correct() -> None:
-    kept = filters.not_all_correct(CORRECT, GROUPS).tolist()
-    assert kept == [True, True, False, False, True, True]
-
 
 def test_one_demonstration_by_hand() -> None:
     """The surer of two, the sampled ones whatever their entropy, the first of two that are alike;
@@ -54,8 +46,11 @@ def test_repeated_tail_by_hand() -> None:
         (2, 8, [True, True, False, False, False, False]),
         (1, 2, [True, False, False, True, False, False]),
     ):
-        blocks = {"min_block": shortest, "max_block": longest}
-        assert filters.repeated_tail(tokens, lengths, candidates, **blocks).tolist() == expected
+        blocks = {"min_block_tokens": shortest, "max_block_tokens": longest}
+        found = filters.Repetition(penalty=1.0, **blocks).of(
+            tokens, lengths, candidates, torch.float64
+        )
+        assert (found == -1).tolist() == expected
 
 
 def test_repetition_penalty_needs_truncation() -> None:
