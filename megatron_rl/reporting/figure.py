@@ -145,7 +145,10 @@ def write_png(
 
 def _finish(axes: Axes, panel: Panel) -> None:
     """Title, labels, ticks and limits, after the lines."""
-    axes.set_title(_fitted(panel.title), loc="left", parse_math=False)
+    # A title stays off the next axes: the data source, after the colon, may be long.
+    title = panel.title if len(panel.title) <= _MAX_TITLE else panel.title.replace(": ", ":\n", 1)
+    lines = [shortened(line, _MAX_TITLE) for line in title.split("\n")]
+    axes.set_title("\n".join(lines), loc="left", parse_math=False)
     axes.set_xlabel(panel.axis)
     axes.set_ylabel(panel.label, parse_math=False)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -164,9 +167,3 @@ def _finish(axes: Axes, panel: Panel) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(np.unique(np.concatenate([line.get_xdata() for line in axes.lines])))
         axes.xaxis.set_major_formatter(ScalarFormatter())
-
-
-def _fitted(title: str) -> str:
-    """A title that stays off the next axes: the data source, after the colon, may be long."""
-    lines = [title] if len(title) <= _MAX_TITLE else title.replace(": ", ":\n", 1).split("\n")
-    return "\n".join(shortened(line, _MAX_TITLE) for line in lines)

@@ -5,8 +5,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import ClassVar
 
 from rich.console import Console
 
@@ -29,6 +31,7 @@ def append_metrics(path: Path, metrics: Metrics) -> None:
         file.write(metrics_line(metrics))
 
 
+@dataclass
 class ConsoleLine:
     """One line a step, for the user.
 
@@ -36,7 +39,7 @@ class ConsoleLine:
     evaluations and checkpoints included.
     """
 
-    COLUMNS: Sequence[tuple[str, str, str]] = (
+    COLUMNS: ClassVar[Sequence[tuple[str, str, str]]] = (
         ("reward", "reward/mean", "{:.3f}"),
         ("acc", "reward/accuracy", "{:.3f}"),
         ("len", "rollout/response_tokens_mean", "{:.1f}"),
@@ -46,20 +49,17 @@ class ConsoleLine:
         ("|dlogp|max", "mismatch/logprob_abs_diff_max", "{:.0e}"),
         ("tok/s", "throughput/response_tokens_per_s", "{:.0f}"),
     )
-    PHASES: Sequence[str] = ("rollout", "reward", "logprob", "update", "sync")
+    PHASES: ClassVar[Sequence[str]] = ("rollout", "reward", "logprob", "update", "sync")
 
-    def __init__(
-        self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._num_steps = num_steps
-        self._console = console
-        self._clock = clock
-        self._last: float | None = None
-        self._seconds: deque[float] = deque(maxlen=_TIME_LEFT_STEPS)
+    num_steps: int
+    console: Console
+    clock: Callable[[], float] = time.monotonic
+    _last: float | None = None
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIME_LEFT_STEPS))
 
     def __call__(self, metrics: Metrics) -> None:
         step = int(metrics["step"])
-        fields = [f"[bold]step {step}/{self._num_steps}[/bold]"]
+        fields = [f"[bold]step {step}/{self.num_steps}[/bold]"]
         for label, key, form in self.COLUMNS:
             if key in metrics:
                 fields.append(f"{label} {form.format(metrics[key])}")
@@ -73,15 +73,15 @@ class ConsoleLine:
         seconds = self._time_left(step)
         if seconds is not None:
             fields.append(f"[dim]left {duration(seconds)}[/dim]")
-        self._console.print("  ".join(fields))
+        self.console.print("  ".join(fields))
 
     def _time_left(self, step: int) -> float | None:
         """Seconds to the last step; None on the first line and on the last."""
-        now = self._clock()
+        now = self.clock()
         if self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
-        steps_left = self._num_steps - step
+        steps_left = self.num_steps - step
         if not self._seconds or steps_left <= 0:
             return None
         # The mean counts an evaluation every so many steps; a median would not.

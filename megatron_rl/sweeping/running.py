@@ -202,17 +202,16 @@ class SweepOutcome:
     stopped: list[str] = field(default_factory=list)  # on request, with a checkpoint
 
 
+@dataclass
 class Runner:
     """Runs trials with one command each, as many at a time as there are shares."""
 
-    def __init__(self, command: Command, shares: Sequence[Share]) -> None:
-        self._command = command
-        self._shares = shares
-        self._has_logs = len(shares) > 1
-        self._live: list[Live] = []
-        self._waiting: deque[Trial] = deque()
-        self._scratch = Path()
-        self.outcome = SweepOutcome()
+    command: Command
+    shares: Sequence[Share]
+    outcome: SweepOutcome = field(default_factory=SweepOutcome)
+    _live: list[Live] = field(default_factory=list)
+    _waiting: deque[Trial] = field(default_factory=deque)
+    _scratch: Path = Path()
 
     def run(self, trials: Sequence[Trial]) -> SweepOutcome:
         """Runs what is not finished, in the order given.
@@ -251,7 +250,7 @@ class Runner:
     def _fill(self, came: Sequence[str]) -> None:
         """Starts runs in the free shares. Looks at ``came`` before each: whether a trial is
         finished takes a while to see, and a signal may come meanwhile."""
-        while self._waiting and len(self._live) < len(self._shares) and not came:
+        while self._waiting and len(self._live) < len(self.shares) and not came:
             trial = self._waiting.popleft()
             if is_finished(trial.config):
                 self.outcome.done.append(trial.name)
@@ -264,10 +263,10 @@ class Runner:
 
     def _start(self, trial: Trial) -> None:
         # The first share that no run has; a run keeps its own, since it has the GPUs of it.
-        slot = min(set(range(len(self._shares))) - {live.slot for live in self._live})
+        slot = min(set(range(len(self.shares))) - {live.slot for live in self._live})
         error_file = self._scratch / f"{trial.name}.json"
-        log = trial.folder / CONSOLE if self._has_logs else None
-        words = self._command(trial)
+        log = trial.folder / CONSOLE if len(self.shares) > 1 else None
+        words = self.command(trial)
         if log is not None:
             try:
                 trial.folder.mkdir(parents=True, exist_ok=True)
@@ -276,7 +275,7 @@ class Runner:
             except OSError as error:
                 raise ValueError(f"{log}: cannot be written ({error.strerror})") from None
         # torchrun leaves the message of the rank that failed first in the file of this variable.
-        more = {**self._shares[slot], "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        more = {**self.shares[slot], "TORCHELASTIC_ERROR_FILE": str(error_file)}
         process = start_process(words, {**os.environ, **more}, log)
         self._live.append(Live(trial, process, slot, error_file, log, time.monotonic()))
         self._say(trial, "started" if log is None else f"started, output in {log}")
