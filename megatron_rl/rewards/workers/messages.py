@@ -6,14 +6,12 @@ foreign code, answers in JSON, a list of replies a line.
 
 import json
 import socket
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.errors import first_line
 from megatron_rl.rewards.base import Options
 
-HEADER = struct.Struct("<Q")  # bytes of the pickle that follows
 _MAX_REASON_CHARACTERS = 300
 
 
@@ -78,22 +76,3 @@ def send(lane: socket.socket, *replies: dict[str, Any]) -> None:
 def reason(error: BaseException) -> str:
     """Class and message, short. Example: ``ValueError: not a number``."""
     return f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON_CHARACTERS]
-
-
-def read_frame(sock: socket.socket) -> bytes | None:
-    """One message, or None at the end of the stream."""
-    head = _read(sock, HEADER.size)
-    if head is None:
-        return None
-    (size,) = HEADER.unpack(head)
-    return _read(sock, size)
-
-
-def _read(sock: socket.socket, size: int) -> bytes | None:
-    received = bytearray()
-    while len(received) < size:
-        chunk = sock.recv(min(size - len(received), 1 << 20))
-        if not chunk:
-            return None
-        received += chunk
-    return bytes(received)

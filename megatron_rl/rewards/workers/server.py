@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.workers.messages import HEADER, PoolSetup
+from megatron_rl.rewards.workers.messages import PoolSetup
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class RewardWorker:
         weakref.finalize(self, sock.close)
 
     def send(self, message: Any, ends_at: float) -> None:
-        frame = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        pickled = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._limit(ends_at)
-        self._sock.sendall(HEADER.pack(len(frame)) + frame)
+        self._sock.sendall(pickled)
 
     def replies(self, ends_at: float) -> list[dict[str, Any]]:
         """Those that have arrived, at least one."""
@@ -132,15 +132,15 @@ class WorkerServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.rewards.workers.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,
             )
         weakref.finalize(self, _end, self._control, self._process)
-        frame = pickle.dumps(self._setup)
-        with contextlib.suppress(OSError):  # it died at once, which the next message shows
-            self._control.sendall(HEADER.pack(len(frame)) + frame)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as stdin:
+            pickle.dump(self._setup, stdin)  # where it died at once, the next message shows it
         return self._control
 
     def _forget(self) -> None:

@@ -1,10 +1,10 @@
 """The server process behind ``megatron_rl.rewards.workers.pool``: imports once, forks workers.
 
-Started as ``python -m megatron_rl.rewards.workers.worker FD``. The control socket FD brings the
-``WorkerSetup`` first, then one socket a message: for each the server forks a worker that serves it
-to its end. A worker that hangs is killed by the trainer (its whole process group), which then asks
-for another one: that takes milliseconds, because the slow imports come before the fork. The server
-ends when the trainer is gone, and its workers with it.
+Started as ``python -m megatron_rl.rewards.workers.worker FD``. Its standard input is the
+``WorkerSetup``; the control socket FD brings one socket a message: for each the server forks a
+worker that serves it to its end. A worker that hangs is killed by the trainer (its whole process
+group), which then asks for another one: that takes milliseconds, because the slow imports come
+before the fork. The server ends when the trainer is gone, and its workers with it.
 
 It is a plain child rather than a ``multiprocessing`` one, which would import the trainer's main
 module again. It has one thread, so that a fork is safe.
@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from megatron_rl.rewards.workers.messages import PoolSetup, WorkerSetup, read_frame, reason, send
+from megatron_rl.rewards.workers.messages import PoolSetup, WorkerSetup, reason, send
 from megatron_rl.runtime.process import end_with_it, open_streams
 
 # Verdicts of this time are sent together: each message wakes the trainer.
@@ -29,10 +29,7 @@ _GATHER_S = 0.002
 def main(control: socket.socket) -> None:
     """Serves until the trainer closes the control socket."""
     open_streams()  # a rank that has no stdout gives none
-    frame = read_frame(control)
-    if frame is None:  # the trainer has ended already
-        return
-    setup: PoolSetup = pickle.loads(frame)
+    setup: PoolSetup = pickle.load(sys.stdin.buffer)
     # A function is imported after the fork: it may start threads, which a fork would lose.
     judge = None if setup.takes_batches else _judge(setup)
     # The kernel reaps dead workers; the trainer sees their sockets close.
@@ -53,7 +50,8 @@ def main(control: socket.socket) -> None:
             # A name of its own, so that it lives until the exit: a client that is dropped before,
             # with its connections to a judge open, complains on stderr.
             judge = judge or _judge(setup)
-            with suppress(ConnectionError):  # the trainer has ended
+            # The trainer has ended, perhaps in the middle of a request.
+            with suppress(ConnectionError, EOFError, pickle.UnpicklingError):
                 _serve(lane, judge)
             os._exit(0)
         lane.close()
@@ -65,10 +63,11 @@ def _serve(lane: socket.socket, judge: Any) -> None:
         send(lane, {"refused": judge})
         return
     send(lane, {"ready": True})
-    while (frame := read_frame(lane)) is not None:
+    requests = lane.makefile("rb")
+    while requests.peek(1):  # empty: the trainer has closed it
         replies: list[dict[str, Any]] = []
         sent_at = time.monotonic()
-        for item in pickle.loads(frame):
+        for item in pickle.load(requests):
             replies.append(judge.verify(*item))
             sys.stdout.flush()  # what the user's code has printed
             last = bool(replies[-1].get("last"))
@@ -106,5 +105,5 @@ def _judge(setup: PoolSetup) -> Any:
 if __name__ == "__main__":
     try:
         main(socket.socket(fileno=int(sys.argv[1])))
-    except ConnectionError:  # the trainer has ended, perhaps before this process was ready
+    except (ConnectionError, EOFError):  # the trainer has ended, perhaps before this was ready
         sys.exit(0)
