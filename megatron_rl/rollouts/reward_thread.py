@@ -112,19 +112,15 @@ class RewardThread(BatchThread[Unscored, tuple[Unscored, Score]]):
         self.add(Unscored(request, prompt, completion, outcome))
 
     def _score(self, responses: Sequence[Unscored]) -> Scores:
-        known = {
-            number: one.outcome.score
-            for number, one in enumerate(responses)
-            if one.outcome is not None and one.outcome.score is not None
-        }
-        judged = [one for number, one in enumerate(responses) if number not in known]
+        known = [None if one.outcome is None else one.outcome.score for one in responses]
+        judged = [one for one, score in zip(responses, known, strict=True) if score is None]
         texts = [self._decode(last_turn(one.completion)) for one in judged]
         truncated = [one.completion.truncated for one in judged]
         prompts = [one.prompt for one in judged]
         scores = iter(self._reward.score(prompts, texts, truncated) if judged else ())
         found: Scores = []
-        for number, one in enumerate(responses):
-            score = known[number] if number in known else next(scores)
+        for one, by_environment in zip(responses, known, strict=True):
+            score = next(scores) if by_environment is None else by_environment
             if one.outcome is not None:
                 score = replace(score, environment=one.outcome.facts)
             found.append((one, score))

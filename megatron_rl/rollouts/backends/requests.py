@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from megatron_rl.engine.serving.client import ServerClient, ServerLostError
 from megatron_rl.rollouts.backends.failures import Asked, RequestFailures, RequestTimeouts
@@ -66,32 +65,26 @@ class ServerParts:
     turns: Turns | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class AskedTurns:
     """Environments that the requests of all jobs ask; it belongs to the thread."""
 
     turns: Turns
-    _answers: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
-    _keys: count[int] = field(default_factory=count)
 
     async def outcome(self, waiting: Waiting) -> Outcome:
-        """Of a turn that a server has ended; ``waiting`` gets a key of its own."""
+        """Of a turn that a server has ended; the key of ``waiting`` becomes what awaits it."""
         if not self.turns.asks(waiting.whole):
             return self.turns.ended(waiting.whole)
-        key = next(self._keys)
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
-        self.turns.give(waiting._replace(key=key))
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.turns.give(waiting._replace(key=answer))
         self.take()  # begins to ask, unless others are asked
-        try:
-            return await answer
-        finally:  # also where the request is taken back meanwhile
-            self._answers.pop(key, None)
+        return await answer
 
     def take(self) -> None:
         """Wakes the requests whose environment has answered."""
-        for key, outcome in self.turns.take():
-            answer = self._answers.get(key)
-            if answer is not None and not answer.done():
+        for answer, outcome in self.turns.take():
+            assert isinstance(answer, asyncio.Future), "see outcome"
+            if not answer.done():  # else the request was taken back meanwhile
                 answer.set_result(outcome)
 
 

@@ -83,8 +83,12 @@ class Turns:
         self._tokenizer = tokenizer
         self._on_problem = config.reward.on_problem
         self._seed = config.seed
-        self._setup = EpisodeSetup(loaded(), settings)
-        self._pool: WorkerPool | None = None
+        self._pool = WorkerPool(
+            EpisodeSetup(loaded(), settings),
+            limit=("env.timeout_s", self.config.timeout_s),
+            num_workers=self.config.num_workers,
+            step_timeout_s=self.config.step_timeout_s,
+        )
         self._num_problems = 0
         self._spent_s = 0.0  # of env.step_timeout_s
         self._thread = BatchThread(self._outcomes, "turns")
@@ -104,13 +108,6 @@ class Turns:
         return self._ends is not None and ids[-1] not in self._ends
 
     def give(self, waiting: Waiting) -> None:
-        if self._pool is None:
-            self._pool = WorkerPool(
-                self._setup,
-                limit=("env.timeout_s", self.config.timeout_s),
-                num_workers=self.config.num_workers,
-                step_timeout_s=self.config.step_timeout_s,
-            )
         self._thread.add(waiting)
 
     def take(self) -> list[tuple[Hashable, Outcome]]:
@@ -157,7 +154,6 @@ class Turns:
 
     def _replies(self, items: list[Any]) -> list[dict[str, Any]]:
         """What the workers say, within what is left of ``env.step_timeout_s``."""
-        assert self._pool is not None
         left_s = self.config.step_timeout_s - self._spent_s
         if left_s <= 0:
             key = f"env.step_timeout_s = {self.config.step_timeout_s:g} s"
