@@ -50,7 +50,7 @@ class Placement:
         """Collective: ``experience`` with tokens on their owners, and the batch of all rows."""
         responses = experience.responses
         plan = self.sharding.plan(experience.sequences, range(len(responses)))
-        owners = owning_ranks([plan], len(responses), self.sharding.owners)
+        owners = owning_ranks(plan, len(responses), self.sharding.owners)
         route = Route(responses.lengths, responses.holders, owners)
         tokens = exchange_rows(responses.tokens, route, self.world)
         placed = self._placed(experience, plan, tokens, self._experts(experience, route))
@@ -98,7 +98,7 @@ class Placement:
         source = np.full(len(responses), -1)  # of no rank
         source[rows] = responses.holders[rows]
         target = np.full(len(responses), -1)
-        target[rows] = owning_ranks([plan], len(responses), self.sharding.owners)[rows]
+        target[rows] = owning_ranks(plan, len(responses), self.sharding.owners)[rows]
         return Route(responses.lengths, source, target)
 
     def _experts(self, experience: Experience, route: Route) -> TokenRows | None:

@@ -59,20 +59,19 @@ def _tokens(peer: Ranks, lengths: Ranks, rows: np.ndarray, num_ranks: int) -> li
 
 
 def owning_ranks(
-    plans: Sequence[Sequence[Sequence[Sequence[int]]]], num_rows: int, owners: Sequence[int]
+    plan: Sequence[Sequence[Sequence[int]]], num_rows: int, owners: Sequence[int]
 ) -> Ranks:
-    """The rank that trains each row. ``plans``: micro-batches by data-parallel rank, one plan for
-    each minibatch of a pass, which name every row at most once; ``owners``: the rank that takes the
-    rows of a data-parallel rank. A row that no plan names goes to its place modulo the owners.
+    """The rank that trains each row. ``plan``: micro-batches by data-parallel rank, which name
+    every row at most once; ``owners``: the rank that takes the rows of a data-parallel rank. A row
+    that is not named goes to its place modulo the owners.
 
-    Example, one plan for two data-parallel ranks whose first processes are ranks 0 and 4:
-    ``owning_ranks([[[[0, 2]], [[1]]]], 3, [0, 4]) == [0, 4, 0]``.
+    Example, of two data-parallel ranks whose first processes are ranks 0 and 4:
+    ``owning_ranks([[[0, 2]], [[1]]], 3, [0, 4]) == [0, 4, 0]``.
     """
     result = np.asarray(owners, dtype=np.int64)[np.arange(num_rows) % len(owners)]
-    for plan in plans:
-        for owner, microbatches in zip(owners, plan, strict=True):
-            for rows in microbatches:
-                result[rows] = owner
+    for owner, microbatches in zip(owners, plan, strict=True):
+        for rows in microbatches:
+            result[rows] = owner
     return result
 
 

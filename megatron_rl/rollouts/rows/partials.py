@@ -40,28 +40,20 @@ def _per_response(reduce: np.ufunc, values: Tokens, lengths: Lengths) -> np.ndar
     return result
 
 
-def gathered(
-    world: World, rows: Int[np.ndarray, " rows"], partials: np.ndarray, num_rows: int
+def of_all_rows(
+    responses: Responses, partials: np.ndarray, world: World
 ) -> Float[np.ndarray, "all_rows columns"]:
-    """Collective: the table of all rows in canonical order, from the rows that each rank holds.
-    Every row is held by exactly one rank."""
-    table = np.zeros((num_rows, partials.shape[1]))
-    named = np.zeros(num_rows, dtype=np.int64)
-    for held_rows, held_partials in world.all_gather((rows, partials)):
+    """Collective: the table of all rows in canonical order, from partials of the rows that lie on
+    each rank. Of the ranks that have a row the holder tells."""
+    rows = responses.tokens.rows
+    tells = responses.holders[rows] == world.rank
+    table = np.zeros((len(responses), partials.shape[1]))
+    named = np.zeros(len(responses), dtype=np.int64)
+    for held_rows, held_partials in world.all_gather((rows[tells], partials[tells])):
         table[held_rows] = held_partials
         named[held_rows] += 1
     assert (named == 1).all(), "every row is held by one rank"
     return table
-
-
-def of_all_rows(
-    responses: Responses, partials: np.ndarray, world: World
-) -> Float[np.ndarray, "all_rows columns"]:
-    """Collective: ``gathered`` from partials of the rows that lie on each rank. Of the ranks that
-    have a row the holder tells."""
-    rows = responses.tokens.rows
-    tells = responses.holders[rows] == world.rank
-    return gathered(world, rows[tells], partials[tells], len(responses))
 
 
 def mismatch_partials(

@@ -20,12 +20,12 @@ def test_the_examples():
     assert route.tokens_to(0, 2) == [5, 7]
     assert route.tokens_from(0, 2) == [5, 2]
     assert route.tokens_from(1, 3) == [7, 3, 0]
-    assert owning_ranks([[[[0, 2]], [[1]]]], 3, [0, 4]).tolist() == [0, 4, 0]
+    assert owning_ranks([[[0, 2]], [[1]]], 3, [0, 4]).tolist() == [0, 4, 0]
 
 
-def test_every_minibatch_names_its_rows_and_dropped_rows_have_an_owner():
-    plans = [[[[0], [3]], [[1], []]], [[[4]], [[6]]]]
-    assert owning_ranks(plans, 8, [2, 5]).tolist() == [2, 5, 2, 2, 2, 5, 5, 5]
+def test_a_plan_names_its_rows_and_dropped_rows_have_an_owner():
+    plan = [[[0], [3], [4]], [[1], [], [6]]]
+    assert owning_ranks(plan, 8, [2, 5]).tolist() == [2, 5, 2, 2, 2, 5, 5, 5]
 
 
 @given(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.rollouts.rows.partials import (
-    gathered,
     mismatch_of_partials,
     mismatch_partials,
+    of_all_rows,
     response_maxima,
     response_sums,
     token_mean,
@@ -20,6 +21,8 @@ from megatron_rl.rollouts.rows.partials import (
 
 class Ranks:
     """A world whose other ranks hold what they are given."""
+
+    rank = 0
 
     def __init__(self, others) -> None:
         self.others = others
@@ -78,9 +81,22 @@ def test_metrics_are_those_of_all_tokens_at_once():
     assert token_mean(table[:0, 0], []) == 0
 
 
+class Held(list):
+    """Responses as far as they are asked here; a list for its length."""
+
+    def __init__(self, rows: list[int], holders: list[int]) -> None:
+        super().__init__(holders)
+        self.tokens = SimpleNamespace(rows=np.array(rows))
+        self.holders = np.array(holders)
+
+
 def test_the_table_is_in_canonical_order():
     table = np.arange(8.0).reshape(4, 2)
     world = Ranks([(np.array([0, 2]), table[[0, 2]])])
-    assert gathered(world, np.array([3, 1]), table[[3, 1]], 4).tolist() == table.tolist()
+    found = of_all_rows(Held([3, 1], holders=[1, 0, 1, 0]), table[[3, 1]], world)
+    assert found.tolist() == table.tolist()
+    # Row 2 lies here as well, and its holder tells.
+    both = Held([3, 1, 2], holders=[1, 0, 1, 0])
+    assert of_all_rows(both, table[[3, 1, 2]], world).tolist() == table.tolist()
     with pytest.raises(AssertionError, match="held by one rank"):
-        gathered(world, np.array([3, 2]), table[[3, 2]], 4)
+        of_all_rows(Held([3, 2], holders=[1, 1, 0, 0]), table[[3, 2]], world)
