@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -160,8 +161,9 @@ def _facts(name: str, tensor: Tensor) -> TensorFacts:
 
 def _inputs(bundle: Bundle) -> list[TensorFacts]:
     experience = bundle.experience
+    columns = experience.responses.tokens.columns
     tensors = {
-        "sampler logprobs": experience.sampler_logprobs,
+        "sampler logprobs": torch.from_numpy(columns["sampler_logprobs"]),
         "old logprobs": None if experience.old is None else experience.old.logprobs,
         "reference logprobs": None if experience.ref is None else experience.ref.logprobs,
         "rewards": experience.rewards,

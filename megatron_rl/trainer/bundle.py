@@ -11,17 +11,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.annealing import policy_temperatures
 from megatron_rl.config.schema import Config
-from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.passes import EXPERTS, UpdateResult
 from megatron_rl.rollouts.rows.exchange import gathered_on_main
@@ -120,15 +119,8 @@ def _tensors(
     experience: Experience, tokens: TokenRows, experts: TokenRows | None
 ) -> dict[str, Tensor]:
     """``tokens`` and ``experts``: all of them."""
-    prompts = [prompt.token_ids for prompt in experience.responses.prompts]
-    pairs = list(zip(prompts, tokens.views("token_ids"), strict=True))
     responses = experience.responses
-    temperatures = policy_temperatures(experience.annealing, responses.lengths)
-    sequences = replace(sequence_batch(pairs, experience.group_ids), temperatures=temperatures)
-    for name in {"kept", "likely"} & tokens.columns.keys():
-        sequences = replace(sequences, **{name: torch.from_numpy(tokens.columns[name])})
-    if experts is not None:
-        sequences = replace(sequences, experts=torch.from_numpy(experts.columns[EXPERTS]))
+    sequences = experience.batch_of(np.arange(len(responses)), tokens, experts)
     tensors: dict[str, Tensor | None] = {
         (TOKEN_COLUMN if name in experience.token_columns else "") + name: torch.from_numpy(values)
         for name, values in tokens.columns.items()

@@ -32,12 +32,12 @@ class MinibatchPlan:
         fresh seeded order."""
         assert experience.credit is not None, "rows are dropped by the credit: call score first"
         keep = experience.credit.keep
-        order = torch.arange(experience.num_groups)
+        order = torch.arange(experience.responses.num_groups)
         for epoch in range(self.epochs_per_rollout):
             if epoch > 0:
                 # A hash of integers is the same in every process, unlike that of a text.
                 generator = torch.Generator().manual_seed(hash((self.seed, step, epoch)) % 2**63)
-                order = torch.randperm(experience.num_groups, generator=generator)
+                order = torch.randperm(experience.responses.num_groups, generator=generator)
             for groups in order.split(self.prompts_per_minibatch):
                 yield (torch.isin(experience.group_ids, groups) & keep).nonzero().flatten().tolist()
 
@@ -130,7 +130,7 @@ class Learner:
         would need. (Metrics want the old logprobs of rows without an update too.)"""
         assert experience.credit is not None
         every_row = bool(experience.credit.keep.all())
-        one_minibatch = experience.num_groups <= self.plan.prompts_per_minibatch
+        one_minibatch = experience.responses.num_groups <= self.plan.prompts_per_minibatch
         seen_once = one_minibatch and self.plan.epochs_per_rollout == 1
         return self.update_matches_score and seen_once and every_row
 

@@ -19,10 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from megatron_rl.annealing import policy_temperatures
-from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.passes import EXPERTS, LocalBatch
+from megatron_rl.passes import LocalBatch
 from megatron_rl.protocols import BatchSharding
 from megatron_rl.rollouts.rows.exchange import Route, exchange_rows, owning_ranks
 from megatron_rl.rollouts.rows.experience import Experience
@@ -125,23 +123,10 @@ class Placement:
         own = np.array(sorted(chain.from_iterable(microbatches)), dtype=np.int64)
         lengths = experience.responses.lengths[own]
         tokens = self._given(held, own, lengths, everywhere)
-        prompts = [experience.responses.prompts[row] for row in own]
-        views = tokens.views("token_ids")
-        batch = sequence_batch(
-            [(prompt.token_ids, ids) for prompt, ids in zip(prompts, views, strict=True)],
-            experience.group_ids[own],
-            [prompt.images for prompt in prompts],
-        )
-        temperatures = policy_temperatures(experience.annealing, lengths)
-        ids = {
-            name: torch.from_numpy(tokens.columns[name])
-            for name in ("kept", "likely")
-            if name in tokens.columns
-        }
-        batch = replace(batch, temperatures=temperatures, **ids)
         if experts is not None:
-            experts = self._given(experts, own, batch.lengths.numpy(), everywhere)
-            batch = replace(batch, experts=torch.from_numpy(experts.columns[EXPERTS]))
+            whole_lengths = experience.sequences.lengths.numpy()[own]
+            experts = self._given(experts, own, whole_lengths, everywhere)
+        batch = experience.batch_of(own, tokens, experts)
         # By their places in the batch, whose rows are in increasing order.
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
         return Placed(tokens, LocalBatch(batch, places, torch.from_numpy(own)))

@@ -91,7 +91,9 @@ def token_batch(
         advantages=experience.credit.advantages.double(),
         kl_weights=torch.ones(NUM_ROWS, dtype=torch.float64),
         ref_logprobs=experience.ref.logprobs.double(),
-        sampler_logprobs=experience.sampler_logprobs.double(),
+        sampler_logprobs=torch.from_numpy(
+            experience.responses.tokens.columns["sampler_logprobs"]
+        ).double(),
         correct=experience.correct,
         group_ids=experience.group_ids,
         token_columns={

@@ -11,12 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from megatron_rl.annealing import Annealing
+from megatron_rl.annealing import Annealing, policy_temperatures
+from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import Ranks, RowNumbers, TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.passes import EXPERTS, LocalBatch, TokenScores
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
-from megatron_rl.types import Completion, Prompt, Score, Sequences
+from megatron_rl.types import Completion, Prompt, Score, SequenceBatch, Sequences
 
 
 class Passage(NamedTuple):
@@ -180,10 +181,6 @@ class Experience:
         return replace(self, step=step, progress=step / num_steps)
 
     @property
-    def num_groups(self) -> int:
-        return self.responses.num_groups
-
-    @property
     def loss_tokens(self) -> Int[Tensor, " responses"]:
         """Tokens of each response that losses and their denominators count."""
         return self.sequences.response_lengths if self.num_sampled is None else self.num_sampled
@@ -193,11 +190,6 @@ class Experience:
         """Of a scored experience: its only update takes the old logprobs from its own forward,
         where they are the current ones without gradient (the ratio is 1)."""
         return self.old is None
-
-    @property
-    def sampler_logprobs(self) -> Float[Tensor, " tokens"]:
-        """Of the tokens that lie on this rank."""
-        return torch.from_numpy(self.responses.tokens.columns["sampler_logprobs"])
 
     @property
     def scored_tokens(self) -> TokenRows:
@@ -210,6 +202,24 @@ class Experience:
                 columns[name] = scores.logprobs.numpy()
         columns |= {name: values.numpy() for name, values in self.token_columns.items()}
         return replace(tokens, columns=columns)
+
+    def batch_of(
+        self, rows: Int[np.ndarray, " rows"], tokens: TokenRows, experts: TokenRows | None
+    ) -> SequenceBatch:
+        """What a pass over some rows works on. ``tokens`` and ``experts``: of these rows."""
+        prompts = [self.responses.prompts[row] for row in rows]
+        ids = zip((prompt.token_ids for prompt in prompts), tokens.views("token_ids"), strict=True)
+        images = [prompt.images for prompt in prompts]
+        more = {
+            name: torch.from_numpy(tokens.columns[name])
+            for name in ("kept", "likely")
+            if name in tokens.columns
+        }
+        if experts is not None:
+            more[EXPERTS] = torch.from_numpy(experts.columns[EXPERTS])
+        temperatures = policy_temperatures(self.annealing, self.responses.lengths[rows])
+        batch = sequence_batch(list(ids), self.group_ids[rows], images)
+        return replace(batch, temperatures=temperatures, **more)
 
 
 def experience_of(responses: Responses) -> Experience:

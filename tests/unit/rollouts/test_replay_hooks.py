@@ -238,7 +238,7 @@ def test_exgrpo_trains_one_of_the_responses_that_are_given(tmp_path: Path) -> No
         given = torch.from_numpy(experience.responses.is_demonstration)
         credit = experience.credit
         assert credit is not None
-        for which in range(experience.num_groups):
+        for which in range(experience.responses.num_groups):
             of_group = experience.group_ids == which
             num_given.append(int((of_group & given).sum()))
             assert int((of_group & credit.keep).sum()) == 8, "one given and 7 sampled, or 8 sampled"

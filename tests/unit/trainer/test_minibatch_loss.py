@@ -22,7 +22,7 @@ def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch)
     trainer.folder.path.mkdir()
     trainer.source.publish(0)
     experience = trainer.learner.score(trainer.source.next(1))
-    assert experience.num_groups == 4 and len(experience.responses) == 32
+    assert experience.responses.num_groups == 4 and len(experience.responses) == 32
     chosen = list(range(8, 24))
     given: list[TokenBatch] = []
     plain = Method.loss
