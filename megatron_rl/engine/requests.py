@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.errors import concerning
 from megatron_rl.protocols import ImageProcessor
 from megatron_rl.types import Image, Prompt, Sampling
 
@@ -98,13 +99,10 @@ def as_asked(
         )
     if multimodal is None:
         return list(token_ids)
-    try:
+    subject = f"{what}: its tokens are not those of its images"
+    settings = "the preprocessor_config.json, data.min_pixels and data.max_pixels of the engine"
+    with concerning(subject, f"load it with {settings}", (ValueError,)):
         return multimodal.processor.collapsed(token_ids, images)
-    except ValueError as error:
-        raise ValueError(
-            f"{what}: its tokens are not those of its images: {error}; load it with the"
-            " preprocessor_config.json, data.min_pixels and data.max_pixels of the engine"
-        ) from error
 
 
 def behind(prepared: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:

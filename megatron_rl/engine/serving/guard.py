@@ -8,21 +8,15 @@ weights or to run a function in its workers are open. This closes them, with the
 """
 
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send  # by vLLM, as its server is made of it
 from vllm import envs
-
-_Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-_Send = Callable[[Message], Awaitable[None]]
-_App = Callable[[_Scope, Callable[[], Awaitable[Message]], _Send], Awaitable[None]]
 
 
 class RequireSecret:
     """ASGI middleware: without ``Authorization: Bearer <VLLM_API_KEY>`` every path gives 401."""
 
-    def __init__(self, app: _App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         """Raises ValueError where there is no key."""
         if not envs.VLLM_API_KEY:
             raise ValueError(
@@ -31,9 +25,7 @@ class RequireSecret:
         self._app = app
         self._expected = f"Bearer {envs.VLLM_API_KEY}".encode()
 
-    async def __call__(
-        self, scope: _Scope, receive: Callable[[], Awaitable[Message]], send: _Send
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_request = scope["type"] in ("http", "websocket")  # else one of the server's own start
         given = dict(scope["headers"]).get(b"authorization", b"") if is_request else b""
         if not is_request or hmac.compare_digest(given, self._expected):

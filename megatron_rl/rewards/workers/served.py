@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from megatron_rl.config.sections import RewardServerConfig
-from megatron_rl.errors import first_line
+from megatron_rl.errors import concerning, first_line
 from megatron_rl.rewards.base import Task
 
 _FIRST_WAIT_S = 0.5
@@ -57,19 +57,13 @@ class ServedReward:
             raise ValueError(
                 f"reward.server.api_key_variable = {key}: no such variable here; set it"
             )
-        where = f"reward.server.url = {config.url}"
-        problem: object = None
-        try:
+        subject = f"reward.server.url = {config.url}: no list of models at /v1/models"
+        remedy = "start the server (vllm serve MODEL), or correct the address"
+        with concerning(subject, remedy):
             limit = aiohttp.ClientTimeout(total=_CHECK_S)
             async with self._client().get(f"{config.url}/v1/models", timeout=limit) as answer:
-                if answer.status == 200:
-                    names = [model["id"] for model in (await answer.json())["data"]]
-                else:
-                    problem = f"status {answer.status}"
-        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
-            problem = first_line(error) or type(error).__name__
-        if problem is not None:
-            raise ValueError(f"{where}: no list of models at /v1/models ({problem}); {_REMEDY}")
+                answer.raise_for_status()
+                names = [model["id"] for model in (await answer.json())["data"]]
         if config.model not in names:
             raise ValueError(
                 f"reward.server.model = {config.model}: the server has {', '.join(names)}; give one"
@@ -176,7 +170,7 @@ class ServedReward:
                     if answer.status != 429 and answer.status < 500:
                         raise ServerError(f"{path} refused: {problem}")
             except (aiohttp.ClientError, TimeoutError) as error:
-                problem = first_line(error) or type(error).__name__
+                problem = first_line(error)
         raise ServerError(f"{path}: {self._config.num_tries} tries, the last one: {problem}")
 
     def _client(self) -> aiohttp.ClientSession:
@@ -191,6 +185,3 @@ class ServedReward:
                 headers=headers, timeout=limit, connector=connector
             )
         return self._session
-
-
-_REMEDY = "start the server (vllm serve MODEL), or correct the address"

@@ -1,7 +1,6 @@
 """What a user's code returns in a worker, and checks of its values for a response."""
 
 import asyncio
-import functools
 import inspect
 import math
 from collections.abc import Mapping
@@ -50,15 +49,13 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-@functools.cache
-def _runner() -> asyncio.Runner:
-    return asyncio.Runner()
+_RUNNER = asyncio.Runner()  # its event loop is made by the first call, in a worker
 
 
 def await_value(value: Any) -> Any:
     """What an awaitable gives, by the one event loop of this process, in which a client keeps its
     connections; any other value as it is."""
-    return _runner().run(_awaited(value)) if inspect.isawaitable(value) else value
+    return _RUNNER.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
 async def _awaited(value: Any) -> Any:

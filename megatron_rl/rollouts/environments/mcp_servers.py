@@ -87,15 +87,11 @@ def schemas_of(spec: str, timeout_s: float) -> dict[str, Schema]:
 
 
 @functools.cache
-def connected(spec: str, timeout_s: float) -> McpServer:
-    """The connection of this process. Raises ToolFailure where there is none."""
+def remote_tools(spec: str, timeout_s: float) -> dict[str, Callable[..., str]]:
+    """The tools of a server by name, through the connection of this process. Raises ToolFailure
+    where there is none."""
     try:
-        return McpServer(spec, timeout_s)
+        server = McpServer(spec, timeout_s)
     except Exception as error:
         raise ToolFailure(f"env.servers: {spec} does not answer: {first_line(error)}") from error
-
-
-def remote_tools(spec: str, timeout_s: float) -> dict[str, Callable[..., str]]:
-    """The tools of a server by name."""
-    server = connected(spec, timeout_s)
     return {name: functools.partial(server.call, name) for name in server.schemas}

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.multimodal.vision import has_vision_tower
-from megatron_rl.errors import first_line
+from megatron_rl.errors import concerning
 from megatron_rl.rollouts.environments.base import Message
 
 _MARK = "mark-of-the-answer"
@@ -118,16 +118,10 @@ class MessageRendering:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _rendered(self, messages: list[Any]) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:
-            raise ValueError(
-                f"{self._where}: fails at messages of an environment ({first_line(error)}); give"
-                " the model one for tools, or set env=single"
-            ) from error
-        return str(text)
+        remedy = "give the model one for tools, or set env=single"
+        with concerning(f"{self._where}: fails at messages of an environment", remedy):
+            render = self._tokenizer.apply_chat_template
+            return str(render(messages, add_generation_prompt=True, tokenize=False))
 
 
 def _starts(role: str) -> tuple[list[Any], ...]:
