@@ -15,7 +15,7 @@ from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.engine.serving.client import ServerClient
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.protocols import Reward, RolloutEngine, WeightSource, WeightSync
+from megatron_rl.protocols import Reward, RolloutEngine, WeightSync
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines, Colocation
 from megatron_rl.rollouts.backends.failures import RequestTimeouts
 from megatron_rl.rollouts.backends.launch import LaunchBackend
@@ -53,7 +53,6 @@ class SourceParts:
     world: World
     display: Display
     policy: MegatronPolicy
-    weights: WeightSource  # the policy's
     method: Method
     data: Data
     vision: VisionProcessor | None
@@ -138,11 +137,11 @@ def build_served(parts: SourceParts) -> Rollouts:
     folder = Path(config.run_dir) / FOLDER
     secret = world.from_main(lambda: run_secret(folder))
     # What waits for servers when the policy has changed is of the versions before.
-    held = WeightHistory(parts.weights) if job.rules.lockstep and job.rules.staleness > 0 else None
+    held = WeightHistory(parts.policy) if job.rules.lockstep and job.rules.staleness > 0 else None
     # What becomes of requests when the weights change; in lockstep none is under way then.
     in_flight: InFlight = "wait" if job.rules.lockstep else "keep"
     fleet = FleetSync(
-        held or parts.weights,
+        held or parts.policy,
         world,
         secret,
         TransferOptions(settings.bucket_mib, settings.rounds_in_flight, settings.verify, cast=True),

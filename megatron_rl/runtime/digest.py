@@ -1,5 +1,6 @@
 """Digests of tensors: two copies of a weight are the same when their digests are."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -10,7 +11,6 @@ from torch import Tensor
 
 _ROW_WORDS = 512
 ROW_BYTES = 8 * _ROW_WORDS
-_FILE_CHUNK_BYTES = 1 << 20
 
 Kind = Literal["hash", "sums"]
 
@@ -30,12 +30,8 @@ def tensor_digest(tensor: Tensor) -> str:
 
 def file_digest(path: Path) -> str:
     """128-bit XXH3 of the bytes of a file, in hexadecimal."""
-    state = xxhash.xxh3_128()
-    chunk = memoryview(bytearray(_FILE_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(chunk):
-            state.update(chunk[:size])
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:

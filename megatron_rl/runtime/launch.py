@@ -99,13 +99,7 @@ class World:
     def team(self, size: int) -> Any:
         """Collective: a control group of this rank and its neighbors, ``size`` in all. The ranks
         are cut into such teams from 0 on."""
-        assert self.size % size == 0
-        # Every rank makes every group: ``new_group`` is collective over all, members or not.
-        for first in range(0, self.size, size):
-            ranks = list(range(first, first + size))
-            group = dist.new_group(ranks, timeout=NO_LIMIT, backend="gloo")
-            if self.rank in ranks:
-                own = group
+        own, _ = dist.new_subgroups(size, timeout=NO_LIMIT, backend="gloo")
         return own
 
     def from_main(self, action: Callable[[], Value]) -> Value:

@@ -104,7 +104,6 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         world=world,
         display=display,
         policy=policy,
-        weights=policy,
         method=method,
         data=data,
         vision=vision,

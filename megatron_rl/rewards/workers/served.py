@@ -74,19 +74,16 @@ class ServedReward:
         self, tasks: Sequence[Task], responses: Sequence[str]
     ) -> list[Reward | BaseException]:
         """A reward, or why there is none, for each response, in their order."""
-        texts = [self._text(*pair) for pair in zip(tasks, responses, strict=True)]
-        asked = [asyncio.create_task(self._reward(text)) for text in texts]
-        late: set[asyncio.Task[Reward]] = set()
-        if asked:
-            _, late = await asyncio.wait(asked, timeout=self._limit_s)
-        for one in late:
-            one.cancel()
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        problem = f"no reward within {self._limit_s:g} s (reward.function_timeout_s)"
-        return [
-            ServerError(problem) if one in late else reward
-            for one, reward in zip(asked, found, strict=True)
-        ]
+
+        async def in_time(task: Task, response: str) -> Reward:
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    return await self._reward(self._text(task, response))
+            except TimeoutError:
+                problem = f"no reward within {self._limit_s:g} s (reward.function_timeout_s)"
+                raise ServerError(problem) from None
+
+        return await asyncio.gather(*map(in_time, tasks, responses), return_exceptions=True)
 
     def _text(self, task: Task, response: str) -> str:
         values = {"prompt": task.text, "answer": task.answer, "response": response}
