@@ -88,11 +88,8 @@ class Sandbox:
     def __exit__(self, *raised: object) -> None:
         # Killed first: closing a pipe makes a program that reads it continue.
         self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self._process.wait()
-        self._folder.cleanup()
+        with self._folder, self._process:  # closes the pipes, waits, then removes the folder
+            pass
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """The answer to one request; None when there is no well-formed one in time."""

@@ -61,10 +61,9 @@ class PromptStream:
 
     def forget(self, step: int, below: int) -> None:
         """A step is taken, and no prompt below this one is asked for again."""
-        for old in [old for old in self._prompts if old < below]:
-            del self._prompts[old], self._before[old]
-        for old in [old for old in self._visits if old < below]:
-            del self._visits[old]
+        for by_number in (self._prompts, self._before, self._visits):
+            for old in [old for old in by_number if old < below]:
+                del by_number[old]
         for old in [old for old in self._admissions if old <= step]:
             del self._admissions[old]
 

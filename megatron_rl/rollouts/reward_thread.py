@@ -80,9 +80,6 @@ class Unscored(NamedTuple):
     outcome: Outcome | None = None
 
 
-Scores = list[tuple[Unscored, Score]]
-
-
 class RewardThread(BatchThread[Unscored, tuple[Unscored, Score]]):
     """Scores responses in a thread of this process; ``reward.step_timeout_s`` bounds one call.
 
@@ -111,14 +108,14 @@ class RewardThread(BatchThread[Unscored, tuple[Unscored, Score]]):
     ) -> None:
         self.add(Unscored(request, prompt, completion, outcome))
 
-    def _score(self, responses: Sequence[Unscored]) -> Scores:
+    def _score(self, responses: Sequence[Unscored]) -> list[tuple[Unscored, Score]]:
         known = [None if one.outcome is None else one.outcome.score for one in responses]
         judged = [one for one, score in zip(responses, known, strict=True) if score is None]
         texts = [self._decode(last_turn(one.completion)) for one in judged]
         truncated = [one.completion.truncated for one in judged]
         prompts = [one.prompt for one in judged]
         scores = iter(self._reward.score(prompts, texts, truncated) if judged else ())
-        found: Scores = []
+        found = []
         for one, by_environment in zip(responses, known, strict=True):
             score = next(scores) if by_environment is None else by_environment
             if one.outcome is not None:

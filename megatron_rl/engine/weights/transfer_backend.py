@@ -256,27 +256,31 @@ class ShardTransferEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Takes part in one sync, or puts in place what came with an earlier one."""
-        if self.sink is None:
+        sink = self.sink
+        if sink is None:
             raise ValueError(
                 "weight update: no trainer has connected to this engine; push to it with FleetSync"
                 " of megatron_rl in the trainer"
             )
         self._end_staging()
         if update_info.kind == "switch":
-            self._switch(update_info.version)
+            # Raises nothing, see ``_reported``: a worker that fails refuses to run and says why.
+            try:
+                sink.switch(update_info.version)
+            except Exception as error:  # noqa: BLE001 (raised when the model is to run)
+                logger.error("weight transfer: %s", error)
         elif update_info.kind == "stage":
-            stage = partial(self._stage, update_info)
+            stage = partial(self._stage, sink, update_info)
             self.staging = threading.Thread(target=stage, name="staging of weights", daemon=True)
             self.staging.start()
         else:
-            self._take_part(update_info)
+            self._take_part(sink, update_info)
 
-    def _take_part(self, update_info: UpdateInfo) -> None:
-        assert self.sink is not None, "a trainer has connected"
+    def _take_part(self, sink: WorkerSink, update_info: UpdateInfo) -> None:
         with self._reported(update_info.step):
             problem = ""
             if self.sync is None:
-                problem = self.sink.failure or (
+                problem = sink.failure or (
                     "the trainer has left, or its connection was refused; push again with FleetSync"
                     " of megatron_rl there"
                 )
@@ -284,15 +288,14 @@ class ShardTransferEngine(WeightTransferEngine):
             assert self.sync is not None, "a step with a problem does not begin"
             self.sync(update_info.version)
 
-    def _stage(self, update_info: UpdateInfo) -> None:
+    def _stage(self, sink: WorkerSink, update_info: UpdateInfo) -> None:
         """Takes part in a thread of its own, while the engine samples."""
-        assert self.sink is not None, "a trainer has connected"
-        self.sink.is_staging = True
+        sink.is_staging = True
         try:
             with self.side_stream.entered():
-                self._take_part(update_info)
+                self._take_part(sink, update_info)
         finally:
-            self.sink.is_staging = False
+            sink.is_staging = False
 
     def _end_staging(self) -> None:
         """What is staged is there, or has failed. A trainer begins nothing before; a new one may,
@@ -300,14 +303,6 @@ class ShardTransferEngine(WeightTransferEngine):
         if self.staging is not None:
             self.staging.join()
             self.staging = None
-
-    def _switch(self, version: int) -> None:
-        """Raises nothing, see ``_reported``: a worker that fails refuses to run and says why."""
-        assert self.sink is not None, "a trainer has connected"
-        try:
-            self.sink.switch(version)
-        except Exception as error:  # noqa: BLE001 (raised when the model is to run)
-            logger.error("weight transfer: %s", error)
 
     def shutdown(self) -> None:
         self._leave()

@@ -10,8 +10,6 @@ from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 from megatron_rl.rewards.workers.served import ServedReward
 from megatron_rl.rewards.workers.values import await_value, score
 
-_KEY = "reward.function"
-
 
 class FunctionJudge:
     """The function, imported once: it keeps its state.
@@ -27,7 +25,7 @@ class FunctionJudge:
             await_value(served.check())
             self._function: Callable[..., Any] = served
             return
-        self._function = import_function(str(setup.function), _KEY)
+        self._function = import_function(str(setup.function), "reward.function")
         require_two_arguments(self._function, setup.name, "tasks, responses")
 
     def verify(self, tasks: Sequence[Task], responses: Sequence[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -301,10 +302,6 @@ def _show_tools(tokenizer: PreTrainedTokenizerBase, functions: Sequence[Any]) ->
         with concerning(f"env.tools: {function} has no schema", remedy):
             is_schema = isinstance(function, Mapping)
             schemas.append(function if is_schema else get_json_schema(function))
-    render = tokenizer.apply_chat_template
-
-    def with_tools(*arguments: Any, **more: Any) -> Any:
-        return render(*arguments, tools=schemas, **more)
-
+    with_tools = partial(tokenizer.apply_chat_template, tools=schemas)
     setattr(tokenizer, "apply_chat_template", with_tools)  # noqa: B010 (a method for mypy)
     return schemas

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_rl.errors import first_few
 from megatron_rl.rollouts.rows.experience import Responses
 from megatron_rl.types import Score
 
@@ -40,12 +41,10 @@ def excluded_share(scores: Sequence[Score], limit: float, of: str) -> float:
     share = len(problems) / len(scores)
     if share <= limit and share < 1:
         return share
-    shown = Counter(problems).most_common(_SHOWN_CAUSES)
-    causes = [f"{count} times {problem}" for problem, count in shown]
-    if len(set(problems)) > _SHOWN_CAUSES:
-        causes.append("...")
+    causes = [f"{count} times {problem}" for problem, count in Counter(problems).most_common()]
+    shown = "; ".join(first_few(causes, _SHOWN_CAUSES, "..."))
     raise ValueError(
         f"{of}: {len(problems)} of {len(scores)} responses have no verdict, which is above"
-        f" reward.max_excluded_share = {limit:g}: {'; '.join(causes)}. Correct the verifier or its"
+        f" reward.max_excluded_share = {limit:g}: {shown}. Correct the verifier or its"
         " limits, or raise reward.max_excluded_share (below 1)"
     )

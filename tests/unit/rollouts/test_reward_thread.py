@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_rl.rollouts.reward_thread import RewardThread, Scores
+from megatron_rl.rollouts.reward_thread import RewardThread, Unscored
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Prompt, Score
 
@@ -43,11 +43,11 @@ def give(judge: RewardThread, *numbers: int) -> None:
         judge.give(Request(0, number, 0), PROMPT, Completion((number,), (-1.0,), False, 0))
 
 
-def numbered(scores: Scores) -> list[tuple[int, Score]]:
+def numbered(scores: list[tuple[Unscored, Score]]) -> list[tuple[int, Score]]:
     return [(one.request.group, score) for one, score in scores]
 
 
-def until_told(judge: RewardThread) -> Scores:
+def until_told(judge: RewardThread) -> list[tuple[Unscored, Score]]:
     ends_at = time.monotonic() + 30
     while time.monotonic() < ends_at:
         if told := judge.take():
