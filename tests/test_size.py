@@ -31,18 +31,16 @@ ENVIRONMENT_READERS = {
     "megatron_rl/runtime/launch.py": "rank, world size and rendezvous address set by torchrun",
     "megatron_rl/runtime/guard/failure.py": "rank, rendezvous address, error file set by torchrun",
     "megatron_rl/runtime/guard/first_failure.py": "rendezvous address set by torchrun",
-    "megatron_rl/runtime/process.py": "whether torchrun or `serve` started it, and as which rank",
+    "megatron_rl/runtime/process.py": (
+        "whether torchrun or `serve` started it, as which rank; variables, to put them back"
+    ),
     "megatron_rl/rewards/workers/server.py": (
         "handed on to a child process, with the path to this package added"
     ),
-    "megatron_rl/runtime/joint_group.py": "what NCCL does at an error, set while a group is made",
     "megatron_rl/sweep.py": "the GPUs of this process, to share them among the runs of a sweep",
     "megatron_rl/sweeping/running.py": "handed on to the runs of a sweep, child processes",
     "megatron_rl/rollouts/environments/agent.py": "handed on to an agent, a child process",
     "megatron_rl/serve.py": "handed on to the server, a child process",
-    "megatron_rl/engine/side_effects.py": (
-        "variables that building the vLLM engine changes, to put them back"
-    ),
     "megatron_rl/trainer/build.py": "deterministic kernels of libraries, before their first call",
     "megatron_rl/engine/requirements.py": "allocator settings that vLLM cannot work with",
 }

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.model_config import read_json
+from megatron_rl.runtime.process import restored_variables
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "megatron_rl-"  # of the segments there
@@ -48,17 +49,14 @@ def undisturbed_process() -> Iterator[None]:
     vLLM replaces ``torch.set_num_threads`` by a function that does nothing, so the function itself
     is put back first.
     """
-    environment = {name: os.environ[name] for name in _RESTORED_VARIABLES if name in os.environ}
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
     try:
-        yield
+        with restored_variables(_RESTORED_VARIABLES):
+            yield
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
-        for name in _RESTORED_VARIABLES:
-            os.environ.pop(name, None)
-        os.environ.update(environment)
 
 
 def import_model_class(model_path: str) -> None:

@@ -77,11 +77,6 @@ class WeightedReward:
             self._function = FunctionCaller(setup, timeout_s=limit_s, num_tries=config.num_tries)
             self._function.pool.start()
 
-    @property
-    def restarts(self) -> int:
-        """Workers that were killed or died and were replaced, since the start."""
-        return sum(pool.restarts for pool in self._pools())
-
     def _pools(self) -> list[WorkerPool]:
         of_function = None if self._function is None else self._function.pool
         return [pool for pool in (self._pool, of_function) if pool is not None]
@@ -99,7 +94,7 @@ class WeightedReward:
             self._function.pool.wait_until_ready()
             self._start_pool(())
             return
-        names = {prompt.data_source: self._name(prompt) for prompt in prompts}
+        names = {source: self._name(source) for source in {each.data_source for each in prompts}}
         problems = []
         unknown = sorted(source for source, name in names.items() if name is None)
         if unknown:
@@ -140,13 +135,9 @@ class WeightedReward:
         for number in range(1, self._config.num_tries + 1):
             if number > 2:  # the second is at once: a worker that was lost has been replaced
                 time.sleep(2 ** (number - 3))
-            some = (
-                [prompts[row] for row in left],
-                [tasks[row] for row in left],
-                [responses[row] for row in left],
-            )
             by = self._by_verifiers if self._function is None else self._by_function
-            for row, values in zip(left, by(*some), strict=True):
+            found = by([tasks[row] for row in left], [responses[row] for row in left])
+            for row, values in zip(left, found, strict=True):
                 judged[row] = values
                 if self._config.num_tries > 1:
                     tries = {"verifier_tries": float(number)}
@@ -156,10 +147,8 @@ class WeightedReward:
                 break
         return [self._score(task, values) for task, values in zip(tasks, judged, strict=True)]
 
-    def _by_verifiers(
-        self, prompts: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
-    ) -> list[_Judged]:
-        names = [self._name(prompt) for prompt in prompts]
+    def _by_verifiers(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[_Judged]:
+        names = [self._name(task.data_source) for task in tasks]
         assert None not in names, "prompts were not checked"
         judged: list[_Judged] = [{} for _ in tasks]
         remote = []  # rows for the workers
@@ -180,9 +169,7 @@ class WeightedReward:
                 judged[row] = reply
         return judged
 
-    def _by_function(
-        self, _: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
-    ) -> list[_Judged]:
+    def _by_function(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[_Judged]:
         assert self._function is not None
         # A response with a problem has no other key.
         wrong: _Judged = {"reward": 0.0, "accuracy": 0.0, "parts": {}, "problem": None}
@@ -241,16 +228,16 @@ class WeightedReward:
         self.problems[reason_class] += 1
 
     def _task(self, prompt: Prompt) -> Task:
-        name = self._name(prompt)
+        name = self._name(prompt.data_source)
         if self._function is None and (name is None or not self._verifier(name).reads_prompt):
             return as_task(prompt)  # to decode a prompt takes longer than most verdicts
         return as_task(prompt, self._prompt_text)
 
-    def _name(self, prompt: Prompt) -> str | None:
-        """The verifier of a prompt; None where ``auto`` knows none."""
+    def _name(self, data_source: str) -> str | None:
+        """The verifier of its prompts; None where ``auto`` knows none."""
         if self._config.verifier != "auto":
             return self._config.verifier
-        return verifier_of_source(prompt.data_source)
+        return verifier_of_source(data_source)
 
     def _verifier(self, name: str) -> Verifier:
         if name not in self._verifiers:

@@ -8,8 +8,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.errors import chain
+from megatron_rl.runtime.process import restored_variables
 
 POLL_S = 0.002
 
@@ -152,21 +152,6 @@ _NCCL_ERRORS_ARE_RAISED = {
 }
 
 
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Inside, these variables have these values."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def join_group(
     store: dist.Store, rank: int, size: int, timeout_s: float, secret: str = ""
 ) -> dist.ProcessGroup:
@@ -192,7 +177,8 @@ def join_group(
     if torch.cuda.is_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        with _environment(_NCCL_ERRORS_ARE_RAISED):
+        with restored_variables(_NCCL_ERRORS_ARE_RAISED):
+            os.environ.update(_NCCL_ERRORS_ARE_RAISED)
             backend = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
         device = torch.device("cuda", torch.cuda.current_device())
         group._register_backend(device, kind.NCCL, backend)

@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -112,6 +112,18 @@ def end_with_it(parent: int = _PARENT) -> None:
     die_with_parent()
     if sys.platform.startswith("linux") and os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def restored_variables(names: Collection[str]) -> Iterator[None]:
+    """Afterwards these variables of the environment are as they were."""
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def die_with_server() -> None:

@@ -29,6 +29,11 @@ def accuracies(reward, prompts, responses) -> list[float]:
     ]
 
 
+def restarts(reward) -> int:
+    """Workers that were killed or died and were replaced, since the start."""
+    return sum(pool.restarts for pool in reward._pools())
+
+
 PIECES = (
     *r"\boxed{ { } $ \frac{1}{ \sqrt[ ] ( ) ^ 9 ** ! _ & \left( \begin{matrix}".split(),
     *"<think> </think> <answer> </answer> a".split(),

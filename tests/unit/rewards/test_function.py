@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rewards.workers import function_worker
 from megatron_rl.types import Prompt
-from tests.unit.rewards.cases import config, prompt
+from tests.unit.rewards.cases import config, prompt, restarts
 
 FUNCTIONS = """
 import asyncio
@@ -174,7 +174,7 @@ def test_a_call_that_fails_costs_its_batch_and_the_next_one_works(function, capl
         "the service is down",
     ):
         assert words in caplog.text
-    assert reward.restarts == 2
+    assert restarts(reward) == 2
 
 
 def test_a_function_that_always_fails_stops_the_run(function):

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl import plugins
 from megatron_rl.rewards import Task, Verdict, Verifier, register_verifier, registry
 from megatron_rl.rewards.build import build_reward
-from tests.unit.rewards.cases import accuracies, config, prompt
+from tests.unit.rewards.cases import accuracies, config, prompt, restarts
 
 PLUGIN = """
 import numpy
@@ -75,7 +75,7 @@ def test_an_accuracy_may_be_a_number_of_numpy(plugin):
     reward = build_reward(config(verifier="single"))
     reward.check([prompt()])
     assert accuracies(reward, [prompt()] * 2, ["4", "5"]) == [1, 0]
-    assert not reward.problems and reward.restarts == 0
+    assert not reward.problems and restarts(reward) == 0
     reward.close()
 
 

@@ -18,7 +18,7 @@ from megatron_rl.rewards import registry
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rewards.workers import server
 from tests.launch import REPO
-from tests.unit.rewards.cases import accuracies, config, prompt
+from tests.unit.rewards.cases import accuracies, config, prompt, restarts
 
 STEP_MARGIN_S = 4.0  # for a machine that is busy with other things
 PLUGIN = '''
@@ -103,7 +103,7 @@ def test_what_a_verifier_does_to_its_worker_costs_its_own_response_alone(mean):
         "score 7.0 is not",
     ):
         assert words in kinds
-    assert reward.restarts >= 4
+    assert restarts(reward) >= 4
 
 
 def test_a_verifier_that_fails_is_asked_again_where_there_is_no_stdout(mean, tmp_path):
@@ -114,7 +114,7 @@ def test_a_verifier_that_fails_is_asked_again_where_there_is_no_stdout(mean, tmp
         assert judge(reward, "print", str(tmp_path / "a"), "raise", "good") == [1, 1, 0, 1]
     finally:
         os.set_inheritable(1, True)
-    assert sum(reward.problems.values()) == 1 and reward.restarts == 0
+    assert sum(reward.problems.values()) == 1 and restarts(reward) == 0
 
 
 def test_a_batch_of_hanging_responses_ends_with_the_budget_of_the_step(mean):
