@@ -212,11 +212,10 @@ def load_weights(
     model = Path(config.model.path)
     if weights.path == model:  # the engine was built with them
         return
-    wrong = None
     if weights.is_checkpoint and config.checkpoint.verify:
         wrong = digest_problem(world, weights.path)
-    if wrong is not None:
-        raise ValueError(f"{weights.path}: {wrong}; leave step {weights.step} out by --steps")
+        if wrong is not None:
+            raise ValueError(f"{weights.path}: {wrong}; leave step {weights.step} out by --steps")
     stored = StoredWeights(weights, model, getattr(torch, config.rollout.dtype))
     with display.phase(f"reading the weights of step {weights.step}"):
         GatherSync(stored, engine, config.weight_sync.verify).sync(weights.step)

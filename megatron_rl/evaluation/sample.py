@@ -24,7 +24,6 @@ from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.environments.rendering import MessageRendering
 from megatron_rl.rollouts.environments.turns import Turns, turns_of_run
-from megatron_rl.rollouts.post_rollout import grouped
 from megatron_rl.rollouts.rows.experience import Groups, Passage, Response
 from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.run.hub import local_folder
@@ -130,7 +129,7 @@ def answers(sample: Evaluation, texts: Sequence[str], world: World) -> str:
     everything = sampler.shown(responses, range(len(responses)))
     if everything is None:
         return ""
-    return shown(grouped(everything, responses), scored=not texts)
+    return shown(responses.by_group(everything), scored=not texts)
 
 
 def sampler_of(

@@ -80,8 +80,9 @@ class Sandbox:
             env={},
         )
         # A program that does not read fills the pipe; ``_say`` then waits no longer than it may.
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
         self._say(self._order)
         return self
 
@@ -128,23 +129,20 @@ class Sandbox:
 
     def _say(self, message: dict[str, Any]) -> None:
         """Writes a line; that a program is gone or does not read shows when no answer comes."""
-        assert self._process.stdin is not None
         rest = memoryview(json.dumps(message).encode("ascii") + b"\n")
-        pipe = self._process.stdin.fileno()
         while rest and (left_s := self._ends_at - time.monotonic()) > 0:
-            if not select.select([], [pipe], [], left_s)[1]:
+            if not select.select([], [self._stdin], [], left_s)[1]:
                 return
             try:
-                rest = rest[os.write(pipe, rest) :]
+                rest = rest[os.write(self._stdin, rest) :]
             except BrokenPipeError:
                 return
 
     def _read(self) -> bytes:
-        assert self._process.stdout is not None
         left_s = self._ends_at - time.monotonic()
-        if left_s <= 0 or not select.select([self._process.stdout], [], [], left_s)[0]:
+        if left_s <= 0 or not select.select([self._stdout], [], [], left_s)[0]:
             return b""
-        return os.read(self._process.stdout.fileno(), 1 << 16)
+        return os.read(self._stdout, 1 << 16)
 
 
 def _bwrap() -> str | None:

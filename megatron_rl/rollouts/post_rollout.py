@@ -36,7 +36,7 @@ class PostRollout:
         if self.after_scoring is not None:
             with clock("reward"):
                 everything = self.shown(responses, range(len(responses)))
-                groups = None if everything is None else grouped(everything, responses)
+                groups = None if everything is None else responses.by_group(everything)
                 edit = self.after_scoring(step, groups)
                 responses = edited_responses(responses, edit)
                 metrics = edit.metrics
@@ -68,11 +68,3 @@ def of_different_prompts(uids: Sequence[str], count: int) -> list[int]:
     for row, uid in enumerate(uids):
         by_prompt.setdefault(uid, []).append(row)
     return interleaved(list(by_prompt.values()))[:count]
-
-
-def grouped(everything: Sequence[Response], responses: Responses) -> Groups:
-    """All of ``responses`` as they were made whole, by group."""
-    groups: list[list[Response]] = [[] for _ in range(responses.num_groups)]
-    for response, group in zip(everything, responses.group_ids.tolist(), strict=True):
-        groups[group].append(response)
-    return groups

@@ -82,11 +82,10 @@ class Lease:
         self._path = folder / f"{registration.name}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._registration = replace(registration, place=folder.stat().st_ino)
-        before = Registry(folder).look()
-        url = registration.url
-        for other in before.values():
-            if other.url == url and other.name != registration.name:
-                logger.warning("server %s was at %s before this one; removed", other.name, url)
+        for other in Registry(folder).look().values():
+            if other.url == registration.url and other.name != registration.name:
+                message = "server %s was at %s before this one; removed"
+                logger.warning(message, other.name, other.url)
                 (folder / f"{other.name}.json").unlink(missing_ok=True)
         self._write()
 

@@ -54,22 +54,16 @@ class Health:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        logger.warning(
-            "step %d, minibatch %d: loss %g, gradient norm %g; not finite, so the optimizer step is"
-            " skipped (%d in a row)",
-            minibatch.step,
-            minibatch.number,
-            result.loss,
-            result.grad_norm,
-            self._skipped_in_a_row,
-        )
-        if self._skipped_in_a_row == self.nonfinite.stop_after:
+        where = f"step {minibatch.step}, minibatch {minibatch.number}"
+        found = f"{where}: loss {result.loss:g}, gradient norm {result.grad_norm:g}"
+        skipped = self._skipped_in_a_row
+        message = "%s; not finite, so the optimizer step is skipped (%d in a row)"
+        logger.warning(message, found, skipped)
+        if skipped == self.nonfinite.stop_after:
             raise NonFiniteError(
-                f"step {minibatch.step}, minibatch {minibatch.number}: loss {result.loss:g},"
-                f" gradient norm {result.grad_norm:g}; {self._skipped_in_a_row} optimizer steps in"
-                f" a row were skipped (nonfinite.stop_after). {self._bundle(minibatch, result)} The"
-                " usual causes are optim.learning_rate and optim.clip_grad; resume=auto goes on"
-                " from the last checkpoint"
+                f"{found}; {skipped} optimizer steps in a row were skipped (nonfinite.stop_after)."
+                f" {self._bundle(minibatch, result)} The usual causes are optim.learning_rate and"
+                " optim.clip_grad; resume=auto goes on from the last checkpoint"
             )
 
     def _bundle(self, minibatch: Minibatch, result: UpdateResult) -> str:

@@ -18,13 +18,7 @@ from megatron_rl.rollouts import demonstrations
 from megatron_rl.rollouts.rows.exchange import spans_of
 from megatron_rl.rollouts.rows.experience import ROW_ARRAYS, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
-from megatron_rl.types import (
-    DEMONSTRATED,
-    Completion,
-    Prompt,
-    Sampling,
-    Score,
-)
+from megatron_rl.types import DEMONSTRATED, Completion, Prompt, Sampling
 
 # Of one hook in one step: more is a hook that does not come to an end.
 _MOST_ROUNDS = 64
@@ -197,14 +191,9 @@ def right_responses(responses: Responses, gather: Gather) -> list[tuple[Prompt, 
 
 def scored_groups(responses: Responses) -> list[ScoredGroup]:
     """What every rank knows of a step."""
-    groups: list[tuple[Prompt, list[Score]]] = []
-    for prompt, group, score in zip(
-        responses.prompts, responses.group_ids.tolist(), responses.scores, strict=True
-    ):
-        if group == len(groups):
-            groups.append((prompt, []))
-        groups[group][1].append(score)
-    return [ScoredGroup.of(prompt, scores) for prompt, scores in groups]
+    pairs = list(zip(responses.prompts, responses.scores, strict=True))
+    groups = responses.by_group(pairs)
+    return [ScoredGroup.of(group[0][0], [score for _, score in group]) for group in groups]
 
 
 def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) -> Responses:

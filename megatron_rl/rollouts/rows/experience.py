@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from megatron_rl.loss import Credit
 from megatron_rl.passes import EXPERTS, LocalBatch, TokenScores
 from megatron_rl.rollouts.demonstrations import DEMONSTRATED
 from megatron_rl.types import Completion, Prompt, Score, SequenceBatch, Sequences
+
+Value = TypeVar("Value")
 
 
 class Passage(NamedTuple):
@@ -90,6 +92,13 @@ class Responses:
     def sampled_lengths(self) -> Int[np.ndarray, " rows"]:
         """Without what environments have appended."""
         return self.lengths if self.num_appended is None else self.lengths - self.num_appended
+
+    def by_group(self, values: Sequence[Value]) -> list[list[Value]]:
+        """``values``: one of each row."""
+        groups: list[list[Value]] = [[] for _ in range(self.num_groups)]
+        for value, group in zip(values, self.group_ids.tolist(), strict=True):
+            groups[group].append(value)
+        return groups
 
     def take(self, rows: RowNumbers) -> Responses:
         """Some rows, in this order, under new numbers; groups are numbered anew too. Rows of one

@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from megatron_rl.errors import chain, first_few, first_line
 from megatron_rl.runtime.guard.first_failure import FirstFailure, alive, connect, note_failed_host
@@ -173,12 +172,8 @@ def report(error: BaseException) -> int:
 
 def _hold_signals() -> None:
     """Keeps SIGTERM and Ctrl-C from cutting a message short. For the main thread only."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        STATE.terminated.set()
-
-    signal.signal(signal.SIGTERM, note)
-    signal.signal(signal.SIGINT, note)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: STATE.terminated.set())
 
 
 def say_or_follow(
