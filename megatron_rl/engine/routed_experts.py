@@ -7,6 +7,7 @@ older one, which does not; there ``SlotExperts`` keeps them beside the cache of 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,12 +41,8 @@ def arguments_to_return() -> dict[str, Any]:
         return {}
     # Only the first rank of a tensor group would collect them, and the scheduler of another fails
     # without: vLLM has one scheduler for a group, here each rank has its own.
-    worker.get_tp_group = _FirstRank
+    worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
     return RETURNED
-
-
-class _FirstRank:
-    is_first_rank = True
 
 
 class SlotExperts:

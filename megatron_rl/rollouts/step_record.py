@@ -32,7 +32,6 @@ from megatron_rl.runtime import disk
 FOLDER = "record"
 SUFFIX = ".safetensors"
 FORMAT = 2
-_GIB = 2**30
 TOKENS = ("token_ids", "sampler_logprobs")
 ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
 # Of an experience before it is scored, next to its responses.
@@ -49,7 +48,7 @@ class StepRecord:
 
     def __init__(self, config: Config, world_size: int) -> None:
         self._folder = Path(config.run_dir) / FOLDER
-        self._max_bytes = int(config.source.record_gib * _GIB)
+        self._max_bytes = int(config.source.record_gib * 2**30)
         self._header = {
             "format": FORMAT,
             "values": config.model_dump(mode="json"),

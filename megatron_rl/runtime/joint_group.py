@@ -63,15 +63,12 @@ class Barrier:
         self._write(f"{step}/verdict", combined(problems))
         ends = [f"{step}/end/{rank}" for rank in ranks]
         self._keys.append([*keys, *ends, f"{step}/verdict"])
-        self._forget()
-        return {rank: problem for rank, problem in problems.items() if problem}
-
-    def _forget(self) -> None:
-        """Of many steps the store keeps the messages of the last two: a process may still be
-        leaving the one before."""
+        # Of many steps the store keeps the messages of the last two: a process may still be leaving
+        # the one before.
         while len(self._keys) > 2:
             for key in self._keys.popleft():
                 self.store.delete_key(key)
+        return {rank: problem for rank, problem in problems.items() if problem}
 
     def has_arrived(self, step: str, rank: int) -> bool:
         """For the first process: whether another waits for the step to begin."""

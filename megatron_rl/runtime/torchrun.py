@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 _NO_ERROR_FILE = "<N/A>"
@@ -23,14 +23,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         run(parse_args(argv))
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        if not said(first):
+        # A rank that has reported its error has written the file that torchrun reads.
+        if first.exitcode <= 0 or first.error_file == _NO_ERROR_FILE:
             raise
         sys.exit(first.exitcode)
-
-
-def said(failure: ProcessFailure) -> bool:
-    """Whether the rank has reported its error: it has written the file that torchrun reads."""
-    return failure.exitcode > 0 and failure.error_file != _NO_ERROR_FILE
 
 
 if __name__ == "__main__":

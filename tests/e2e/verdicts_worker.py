@@ -14,17 +14,18 @@ from pathlib import Path
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.rollouts import build
-from megatron_rl.rollouts.reward_thread import RewardThread, Scores, Unscored
+from megatron_rl.rollouts.reward_thread import RewardThread, Unscored
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
 from megatron_rl.trainer.build import build_trainer
+from megatron_rl.types import Score
 from tests.e2e.methods_worker import weights_digest
 
 
 class Failing(RewardThread):
     first_failed = 0
 
-    def _score(self, responses: Sequence[Unscored]) -> Scores:
+    def _score(self, responses: Sequence[Unscored]) -> list[tuple[Unscored, Score]]:
         return [
             (one, replace(score, reward=9.0, correct=True, problem="planted"))
             if one.request.response >= self.first_failed

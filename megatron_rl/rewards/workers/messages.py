@@ -26,11 +26,6 @@ class PoolSetup:
         """For messages."""
         raise NotImplementedError
 
-    @property
-    def takes_batches(self) -> bool:
-        """Whether ``judge`` is made after the fork."""
-        return False
-
     def judge(self) -> Any:
         """What answers the items of a pool, by its method ``verify``; called in a worker."""
         raise NotImplementedError

@@ -31,7 +31,8 @@ def main(control: socket.socket) -> None:
     open_streams()  # a rank that has no stdout gives none
     setup: PoolSetup = pickle.load(sys.stdin.buffer)
     # A function is imported after the fork: it may start threads, which a fork would lose.
-    judge = None if setup.takes_batches else _judge(setup)
+    is_function = isinstance(setup, WorkerSetup) and setup.takes_batches
+    judge = None if is_function else _judge(setup)
     # The kernel reaps dead workers; the trainer sees their sockets close.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = os.getpid()

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from statistics import median
 from typing import NamedTuple
 
@@ -84,13 +83,12 @@ class RequestTimeouts:
     factor: float | None
     clock: Callable[[], float] = time.monotonic
     _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    _waiting: dict[int, _Waiting] = field(default_factory=dict)
-    _names: Iterator[int] = field(default_factory=count)
+    _waiting: dict[object, _Waiting] = field(default_factory=dict)
 
     @contextmanager
     def waiting(self, server: str, max_tokens: int) -> Iterator[Callable[[int], None]]:
         """A request is under way inside; what it gives is told the tokens of the answer."""
-        name = next(self._names)
+        name = object()
         begin_s = self.clock()
         self._waiting[name] = _Waiting(server, begin_s, max_tokens)
 

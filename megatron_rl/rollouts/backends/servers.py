@@ -222,23 +222,20 @@ class ServerBackend:
 
     async def _watch(self) -> None:
         while True:
-            self._look()
+            for name, why in self._parts.timeouts.overdue().items():
+                if name in self._clients:
+                    self._mark_dead(name, why, is_at_work=True)
+            present = self._registry.look()
+            for name in [name for name in self._clients if name not in present]:
+                self._mark_dead(name, "it has left, or gave no sign of life for its lease")
+            known = self._readiness.servers
+            urls = {name: one.url for name, one in present.items() if name not in known}
+            self._readiness.newcomers = urls
+            # It waits for others, who are alive, or may come.
+            if not self._clients or any(each.is_busy for each in self._jobs):
+                ACTIVITY.note("waiting for servers")
+            self._thread.changed()
             await asyncio.sleep(LOOK_EVERY_S)
-
-    def _look(self) -> None:
-        for name, why in self._parts.timeouts.overdue().items():
-            if name in self._clients:
-                self._mark_dead(name, why, is_at_work=True)
-        present = self._registry.look()
-        for name in [name for name in self._clients if name not in present]:
-            self._mark_dead(name, "it has left, or gave no sign of life for its lease")
-        known = self._readiness.servers
-        urls = {name: one.url for name, one in present.items() if name not in known}
-        self._readiness.newcomers = urls
-        # It waits for others, who are alive, or may come.
-        if not self._clients or any(each.is_busy for each in self._jobs):
-            ACTIVITY.note("waiting for servers")
-        self._thread.changed()
 
     @property
     def _jobs(self) -> list[ServerRequests]:
