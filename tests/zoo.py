@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_rl.models.deepseek_v3 import ROUTER
+from megatron_rl.models.moe.deepseek_v3 import ROUTER
 from megatron_rl.passes import TokenScores
 from tests.rotary import LLAMA3, TURNS, TWO_BASES, YARN, YARN2
 

@@ -7,20 +7,10 @@ from transformers import AutoConfig
 
 from megatron_rl.config.model_config import read_model_config
 from megatron_rl.errors import RegistrationError, concerning
-from megatron_rl.models import (
-    deepseek_v3,
-    gemma3,
-    glm4_moe,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from megatron_rl.models import gemma3, llama, mistral, qwen2, qwen3
 from megatron_rl.models.base import Architecture, Family, Slot
 from megatron_rl.models.hybrid import qwen3_5, qwen3_next
+from megatron_rl.models.moe import deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
 from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 
 _DENSE = (gemma3, llama, mistral, qwen2, qwen3)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models.base import Architecture, Kind, Slot
 from megatron_rl.models.parameter_map import ADAPTER, Parameter, hf_shapes, layer_parameters
 
@@ -58,44 +57,3 @@ def _slots(parameter: Parameter, arch: Architecture, rank: int) -> Iterator[Slot
         short = f"{module}.{stem.rsplit('.', 1)[-1]}"  # mlp.linear_fc2_adapter.down_proj
         yield Slot(f"{short}_a", kind_a, (f"{stem}.lora_A.weight",), (rank, inputs))
         yield Slot(f"{short}_b", kind_b, (f"{stem}.lora_B.weight",), (outputs, rank))
-
-
-def adapter_problems(
-    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
-) -> list[str]:
-    """What does not go with adapters: key, value, remedy."""
-    if model.lora.rank is None:
-        if model.lora.path is None:
-            return []
-        return [
-            f"model.lora.path = {model.lora.path}: without model.lora.rank it would have no effect;"
-            " set the rank to that of adapter_config.json"
-        ]
-    start = f"model.lora.rank = {model.lora.rank}: "
-    problems = []
-    if arch.num_experts and "mlp" in model.lora.targets:
-        problems.append(
-            f"{start}adapters of experts are not implemented; set model.lora.targets=[attention]"
-        )
-    for there, what in (
-        (arch.num_dense_layers, "a model whose first layers are dense"),
-        (arch.latent, "latent attention"),
-        (arch.biased, "GPT-OSS"),
-        (arch.linear, "linear attention"),
-    ):
-        if there:
-            problems.append(
-                f"{start}adapters of {what} are not implemented; set it to null, or give another"
-                " model"
-            )
-    if precision.fp8 is not None:
-        problems.append(
-            f"{start}adapters of weights in FP8 are not implemented; set precision=bf16"
-        )
-    if "attention" in model.lora.targets and arch.num_kv_heads % parallel.tensor:
-        problems.append(
-            f"{start}tensor ranks that share a key-value head are not implemented; lower"
-            f" parallel.tensor = {parallel.tensor} to a divisor of {arch.num_kv_heads}, or set"
-            " model.lora.targets=[mlp]"
-        )
-    return problems

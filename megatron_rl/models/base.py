@@ -5,17 +5,15 @@ Nothing here imports megatron, so that planners can read an architecture without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_rl.config.model_config import DENSE_SIZES, ModelSizes, model_sizes
-from megatron_rl.config.rules.layout_rules import stage_layers
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 
 # How the HF tensors of a slot are laid out in the Megatron parameter, and along which axis that is
 # cut over tensor-parallel ranks: whole (not cut), rows and columns (one tensor, cut along axis 0 /
@@ -267,55 +265,6 @@ def refusal(hf: Any, option: str, value: Any, allowed: Sequence[Any]) -> str:
         f"config.json of {hf.model_type}: {option} is {value!r}, which the policy does not"
         f" implement; only {' or '.join(map(repr, allowed))} is supported, give another model"
     )
-
-
-def family_problems(
-    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
-) -> list[str]:
-    """What of the settings does not suit a model with, or without, a tower, with latent attention,
-    or with what FP8 has not been tried with: key, value, remedy."""
-    problems = []
-    for there, what in (
-        (arch.latent, "latent attention"),
-        (arch.vision, "vision-language models"),
-        (arch.biased, "GPT-OSS"),
-        (arch.output_norms, "Gemma 3"),
-        (arch.linear, "linear attention"),
-    ):
-        if there and precision.fp8 is not None:
-            problems.append(
-                f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with"
-                f" {what}; set precision=bf16"
-            )
-    if arch.biased and parallel.expert_tensor > 1:
-        problems.append(
-            f"parallel.expert_tensor = {parallel.expert_tensor}: megatron-core does not cut experts"
-            " that have biases; set it to 1, and parallel.expert higher"
-        )
-    if arch.vision is not None and arch.vision.num_deep:
-        problems += _deep_problems(arch, arch.vision.num_deep, parallel)
-    if arch.vision is None and model.freeze_vision:
-        problems.append(
-            f"model.freeze_vision = True: a model of family {arch.family} has no tower; set it to"
-            " false"
-        )
-    return problems
-
-
-def _deep_problems(arch: Architecture, num_deep: int, parallel: ParallelConfig) -> Iterator[str]:
-    """The tower is on the first stage, and its features are no arguments of a layer."""
-    if parallel.recompute == "full":
-        yield (
-            "parallel.recompute = full: a layer that is run again would lack the features of images"
-            " that this model adds behind it; set selective or none"
-        )
-    first = stage_layers(arch, parallel)[0] // (parallel.virtual_pipeline or 1)
-    if first < num_deep:
-        yield (
-            f"parallel.pipeline = {parallel.pipeline}: the first stage begins with {first} layers,"
-            f" and this model adds features of images behind the first {num_deep}; lower it, or"
-            " raise parallel.first_stage_layers"
-        )
 
 
 def common(hf: Any, **more: Any) -> Architecture:

@@ -14,7 +14,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss import Method
 from megatron_rl.models import read_architecture
-from megatron_rl.models.adapters import adapter_problems, with_adapters
+from megatron_rl.models.adapters import with_adapters
+from megatron_rl.models.problems import adapter_problems
 from megatron_rl.planning import memory
 from megatron_rl.planning.engine_memory import GIB, EngineMemory
 from megatron_rl.planning.memory import workload

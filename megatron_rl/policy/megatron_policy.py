@@ -21,10 +21,10 @@ from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.rules.teacher_rules import teachers
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import read_architecture
-from megatron_rl.models.adapters import adapter_problems, with_adapters
-from megatron_rl.models.base import family_problems
+from megatron_rl.models.adapters import with_adapters
 from megatron_rl.models.experts import router_problems
 from megatron_rl.models.parameter_map import padded_vocab
+from megatron_rl.models.problems import adapter_problems, family_problems
 from megatron_rl.passes import (
     EXPERTS,
     PROMPT_LOGPROBS,

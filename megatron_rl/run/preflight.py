@@ -8,9 +8,9 @@ from megatron_rl.config.schema import Config
 from megatron_rl.engine.requirements import check_start
 from megatron_rl.errors import ConfigError
 from megatron_rl.models import Architecture, read_architecture
-from megatron_rl.models.adapters import adapter_problems, with_adapters
-from megatron_rl.models.base import family_problems
+from megatron_rl.models.adapters import with_adapters
 from megatron_rl.models.experts import router_problems
+from megatron_rl.models.problems import adapter_problems, family_problems
 from megatron_rl.reporting.metrics_file import check_rows
 from megatron_rl.reporting.tracking import check_accounts
 from megatron_rl.run.files import METRICS, SAMPLES

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from megatron_rl.models.deepseek_v3 import ROUTER
+from megatron_rl.models.moe.deepseek_v3 import ROUTER
 from tests import zoo
 from tests.e2e.toy import SIZES, VOCAB, overrides, rows, write_data, write_tokenizer
 from tests.launch import launch

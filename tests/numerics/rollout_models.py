@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megatron_rl.annealing import AnnealConfig
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.models.deepseek_v3 import ROUTER
+from megatron_rl.models.moe.deepseek_v3 import ROUTER
 from megatron_rl.types import Completion, Prompt, Sampling
 from tests import zoo
 from tests.rotary import TWO_BASES, YARN, YARN2

@@ -20,7 +20,7 @@ from megatron_rl.models.base import (
     refusal,
     refuse,
 )
-from megatron_rl.models.qwen3_moe import OPTIONS, ROUTER, experts, shared_expert
+from megatron_rl.models.moe.qwen3_moe import OPTIONS, ROUTER, experts, shared_expert
 
 KINDS = ("linear_attention", "full_attention")
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_rl.models.base import Architecture, Family, Slot, refuse
-from megatron_rl.models.qwen3_moe import experts
+from megatron_rl.models.moe.qwen3_moe import experts
 from megatron_rl.models.vision import qwen3_vl
 
 FUSED = (

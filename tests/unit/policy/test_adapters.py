@@ -17,8 +17,9 @@ from megatron_rl.checkpoints import facts, peft_format
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import PrecisionConfig
 from megatron_rl.models import Architecture, read_architecture
-from megatron_rl.models.adapters import adapter_problems, with_adapters
+from megatron_rl.models.adapters import with_adapters
 from megatron_rl.models.base import Slot
+from megatron_rl.models.problems import adapter_problems
 from megatron_rl.planning.parameter_counts import is_trained, stage_counts
 from megatron_rl.policy.adapters import Adapter, Host, random_a
 from tests.numerics.policy_cases import parallel

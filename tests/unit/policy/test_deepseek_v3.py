@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.rules.engine_checks import token_bytes
 from megatron_rl.config.rules.hardware import Machine, engine_problems
 from megatron_rl.models import read_architecture
-from megatron_rl.models.adapters import adapter_problems
+from megatron_rl.models.problems import adapter_problems
 from megatron_rl.planning.parameter_counts import stage_counts
 from tests import zoo
 from tests.numerics.policy_cases import parallel

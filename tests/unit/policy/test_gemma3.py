@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from megatron_rl.models import architecture_from, read_architecture
-from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import hf_names
+from megatron_rl.models.problems import family_problems
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.policy.model import HiddenStates
 from megatron_rl.policy.passes.attention import NormedAdd, RMSNorm

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.models.base import family_problems
+from megatron_rl.models.problems import family_problems
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.policy.activations import feed_forward_activations
 from megatron_rl.policy.passes.biased_experts import ClampedGlu, with_sinks

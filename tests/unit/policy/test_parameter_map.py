@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.models.base import ATTENTION, DENSE_MLP, QKV_BIAS, Architecture
-from megatron_rl.models.mixtral import EXPERT, ROUTER
+from megatron_rl.models.moe.mixtral import EXPERT, ROUTER
 from megatron_rl.models.parameter_map import (
     hf_names,
     hf_shapes,

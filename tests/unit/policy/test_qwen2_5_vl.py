@@ -19,8 +19,8 @@ from megatron_rl.config.load import compose
 from megatron_rl.config.rules.layout_rules import model_problems
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
 from megatron_rl.models import read_architecture
-from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import hf_shapes, model_parameters, vision_parameters
+from megatron_rl.models.problems import family_problems
 from megatron_rl.types import Shard
 from tests.numerics.seeing import published_name
 from tests.unit.qwen2_5_vl import CONFIGS, write_config

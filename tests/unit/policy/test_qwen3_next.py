@@ -20,9 +20,8 @@ from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.models import read_architecture
-from megatron_rl.models.adapters import adapter_problems
-from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import layer_parameters, part_of, shards, tensor_slices
+from megatron_rl.models.problems import adapter_problems, family_problems
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.policy.activations import linear_activations
 from megatron_rl.policy.batches.work_model import WorkModel

@@ -18,7 +18,6 @@ from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
 from megatron_rl.models import read_architecture
-from megatron_rl.models.base import family_problems
 from megatron_rl.models.parameter_map import (
     expert_parameters,
     hf_shapes,
@@ -27,6 +26,7 @@ from megatron_rl.models.parameter_map import (
     shards,
     tensor_slices,
 )
+from megatron_rl.models.problems import family_problems
 from tests.zoo import model_config, save_tiny_model
 
 NAME = "Qwen3VLForConditionalGeneration"

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.models import mixtral
 from megatron_rl.models.base import ATTENTION, DENSE_MLP, QKV_BIAS, Architecture
+from megatron_rl.models.moe import mixtral
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.shards import ShardGroup, subview
 from megatron_rl.weight_sync.planner.slices import Slice

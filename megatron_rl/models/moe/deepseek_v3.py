@@ -8,7 +8,7 @@ layer behind the last one of a checkpoint, which predicts further tokens, is lef
 from typing import Any
 
 from megatron_rl.models.base import Architecture, Family, LatentAttention, Slot, refuse
-from megatron_rl.models.glm4_moe import with_shared_expert
+from megatron_rl.models.moe.glm4_moe import with_shared_expert
 
 BLOCK_NORMS = (
     Slot("input_layernorm.weight", "whole", ("input_layernorm.weight",)),

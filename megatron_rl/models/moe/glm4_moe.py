@@ -17,7 +17,7 @@ from megatron_rl.models.base import (
     common,
     refuse,
 )
-from megatron_rl.models.qwen3_moe import EXPERT, ROUTER, shared_expert
+from megatron_rl.models.moe.qwen3_moe import EXPERT, ROUTER, shared_expert
 
 BIASED_ROUTER = (
     *ROUTER,

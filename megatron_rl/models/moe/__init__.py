@@ -1,0 +1,1 @@
+"""Families with experts in all layers but perhaps the first ones."""
