@@ -12,9 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_rl.models.moe.deepseek_v3 import ROUTER
 from megatron_rl.passes import TokenScores
-from tests.rotary import LLAMA3, TURNS, TWO_BASES, YARN, YARN2
+from tests.tiny_options import (
+    DELTA,
+    EXPERTS,
+    LATENT,
+    LLAMA3,
+    TURNS,
+    TWO_BASES,
+    YARN2,
+    YARN_OR_PLAIN,
+)
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config, ModelConfig
@@ -32,41 +40,6 @@ SMALL: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-LATENT: dict[str, Any] = dict(
-    vocab_size=128,
-    num_key_value_heads=4,
-    q_lora_rank=24,
-    kv_lora_rank=32,
-    **ROUTER,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    n_routed_experts=8,
-    n_group=4,
-    topk_group=2,
-    num_experts_per_tok=4,
-    moe_intermediate_size=48,
-    n_shared_experts=1,
-    routed_scaling_factor=1.5,
-    first_k_dense_replace=1,
-    num_nextn_predict_layers=0,
-    rope_parameters=YARN,
-    tie_word_embeddings=False,
-)
-EXPERTS: dict[str, Any] = dict(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
-)
-# Of a gated delta net in every other layer.
-DELTA: dict[str, Any] = dict(
-    vocab_size=128,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=24,
-    layer_types=["linear_attention", "full_attention"] * 2,
-    tie_word_embeddings=False,
-)
 # Family -> the prefix of its classes in transformers.
 CLASSES = {
     "qwen2": "Qwen2",
@@ -76,10 +49,14 @@ CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "mistral_window": "Mistral",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "glm4_moe": "Glm4Moe",
     "gemma3": "Gemma3",
+    "gemma3_yarn": "Gemma3",
     "gpt_oss": "GptOss",
     "qwen3_next": "Qwen3Next",
     "qwen3_5": "Qwen3_5",
@@ -94,7 +71,7 @@ CLASSES = {
     "qwen3_5_moe_vl": "Qwen3_5Moe",
 }
 # What transformers calls the configuration of a text model otherwise.
-TEXT_PARTS = ("gemma3", "qwen3_5", "qwen3_5_moe")
+TEXT_PARTS = ("gemma3", "gemma3_yarn", "qwen3_5", "qwen3_5_moe")
 # Layers with linear attention.
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -108,6 +85,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": dict(vocab_size=128, head_dim=16, sliding_window=None, tie_word_embeddings=False),
     "mistral_window": dict(
         vocab_size=128, head_dim=16, sliding_window=6, tie_word_embeddings=False
+    ),
+    "phi3": dict(vocab_size=128, tie_word_embeddings=False),
+    "olmo2": dict(vocab_size=128, tie_word_embeddings=False),
+    "olmo3": dict(
+        vocab_size=128,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters=YARN_OR_PLAIN,
+        tie_word_embeddings=False,
     ),
     "qwen3_moe": dict(
         vocab_size=128, head_dim=16, tie_word_embeddings=False, num_hidden_layers=2, **EXPERTS
@@ -169,6 +155,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_hidden_layers=2,
     ),
 }
+FAMILIES["gemma3_yarn"] = FAMILIES["gemma3"] | dict(rope_parameters=YARN_OR_PLAIN)
 
 
 # Vision-language models: the settings beside those of their text part.
@@ -257,7 +244,7 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.dim() == 1:
                 is_norm = "norm" in name or "ln_q" in name
-                centered = family in ("gemma3", *LINEAR) and not re.search(
+                centered = family in ("gemma3", "gemma3_yarn", *LINEAR) and not re.search(
                     "linear_attn|visual", name
                 )
                 center = 1.0 if is_norm and not centered else 0.0
@@ -293,6 +280,10 @@ def save(model: Any, path: Path) -> None:
                 turned = model.config.model_type == "qwen3_vl_moe"
                 tensors[name] = (values.transpose(1, 2) if turned else values).contiguous()
         save_file(tensors, file, metadata={"format": "pt"})
+
+
+def has_experts(family: str) -> bool:
+    return "moe" in family or any("experts" in key for key in FAMILIES.get(family, {}))
 
 
 def of_all_rows(scores: TokenScores) -> TokenScores:

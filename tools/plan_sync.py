@@ -72,6 +72,8 @@ PRESETS = {
     "qwen2.5-7b": _sizes(*QWEN2, 28, 3584, 18944, 28, 4, 152064),
     "32b": _sizes(*QWEN2, 64, 5120, 27648, 40, 8, 152064),  # Qwen2.5 32B
     "72b": _sizes(*QWEN2, 80, 8192, 29568, 64, 8, 152064),  # Qwen2.5 72B
+    "phi-4": _sizes("phi3", "Phi3ForCausalLM", 40, 5120, 17920, 40, 10, 100352),
+    "olmo-3-32b": _sizes("olmo3", "Olmo3ForCausalLM", 64, 5120, 27648, 40, 8, 100278),
     "qwen3-235b-a22b": _sizes(
         *("qwen3_moe", "Qwen3MoeForCausalLM", 94, 4096, 12288, 64, 4, 151936),
         head_dim=128,

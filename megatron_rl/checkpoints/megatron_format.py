@@ -25,7 +25,6 @@ from megatron_rl.models.parameter_map import (
     HEAD,
     Parameter,
     fused_norms,
-    hf_shapes,
     local_shape,
     model_parameters,
     part_of,
@@ -104,15 +103,14 @@ def to_hf(
     tensors: dict[str, Tensor] = {}
     for item in items:
         whole = read(item)
-        shapes = hf_shapes(item.parameter, arch)
-        if list(shapes.values()) == [tuple(whole.shape)]:
-            # Nothing to cut: the largest tensors are not copied.
-            return {item.parameter.names[0]: whole}
-        for name in shapes:
-            if name not in tensors:
-                tensors[name] = torch.empty(shapes[name], dtype=whole.dtype)
         rows = whole.shape[0] if item.parameter.slot.kind == "vocab" else arch.vocab_size
-        for shard in shards(item.parameter, arch, rows, 0, 1):
+        parts = shards(item.parameter, arch, rows, 0, 1)
+        if len(parts) == 1 and parts[0].full == tuple(whole.shape):
+            # Nothing to cut: the largest tensors are not copied.
+            return {parts[0].name: whole}
+        for shard in parts:
+            if shard.name not in tensors:
+                tensors[shard.name] = torch.empty(shard.full, dtype=whole.dtype)
             tensors[shard.name][tensor_slices(shard)] = part_of(whole, shard)
     return tensors
 

@@ -7,18 +7,18 @@ from transformers import AutoConfig
 
 from megatron_rl.config.model_config import read_model_config
 from megatron_rl.errors import RegistrationError, concerning
-from megatron_rl.models import gemma3, llama, mistral, qwen2, qwen3
+from megatron_rl.models import gemma3, llama, olmo, qwen2, qwen3
 from megatron_rl.models.base import Architecture, Family, Slot
 from megatron_rl.models.hybrid import qwen3_5, qwen3_next
 from megatron_rl.models.moe import deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
 from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 
-_DENSE = (gemma3, llama, mistral, qwen2, qwen3)
+_DENSE = (gemma3, qwen2, qwen3)
 _OF_EXPERTS = (deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe, qwen3_next)
 _SEEING = (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
-FAMILIES = {
-    module.FAMILY.architecture: module.FAMILY for module in (*_DENSE, *_OF_EXPERTS, *_SEEING)
-} | {family.architecture: family for family in qwen3_5.FAMILIES}
+_OF_ONE_FILE = (*llama.FAMILIES, *olmo.FAMILIES, *qwen3_5.FAMILIES)
+_ALONE = [module.FAMILY for module in (*_DENSE, *_OF_EXPERTS, *_SEEING)]
+FAMILIES = {family.architecture: family for family in (*_ALONE, *_OF_ONE_FILE)}
 
 __all__ = [
     "FAMILIES",

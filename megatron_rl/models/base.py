@@ -174,7 +174,9 @@ class Architecture(ModelSizes):
             (empty: positions are plain numbers). ``mrope_interleaved``: in turns, else in blocks.
         activation: of the gate of the feed-forward part.
         centered_norms: norms multiply by 1 + weight.
+        input_norms: attention and feed-forward part have a norm before them.
         output_norms: what attention and feed-forward part return has a norm before it is added.
+        heads_norm: queries have one norm over all heads, and keys one.
         embedding_scale: of embeddings, rounded as they are.
         adapter_slots: A and B of the adapters of a layer; empty: all weights are trained.
         prefixes: those that a newer layout of the checkpoint has, and what they are here.
@@ -218,7 +220,9 @@ class Architecture(ModelSizes):
     mrope_interleaved: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     centered_norms: bool = False
+    input_norms: bool = True
     output_norms: bool = False
+    heads_norm: bool = False
     embedding_scale: float = 1.0
     vision: Vision | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -278,8 +282,16 @@ def common(hf: Any, **more: Any) -> Architecture:
             " length that a response has reached: what an engine has kept of earlier tokens would"
             " differ from one pass over all; give yarn, or another model"
         )
+    if "sliding_attention" in hf.rope_parameters:
+        local = hf.rope_parameters["sliding_attention"]
+        if local["rope_type"] != "default":
+            raise ValueError(
+                f"config.json of {hf.model_type}: rope type of layers with windows is"
+                f" {local['rope_type']!r}, which the policy does not implement; give another model"
+            )
+        more["local_rope_theta"] = local["rope_theta"]
     # Of a part of a head YaRN's factor of attention would have to be applied to that part alone.
-    whole = not {"rotary_share", "mrope_section", "local_rope_theta"} & more.keys()
+    whole = not {"rotary_share", "mrope_section"} & more.keys()
     rope_types = ("default", "yarn") if "latent" in more else ("default", "llama3", "linear")
     rope_types += ("yarn",) if whole else ()
     for what, value, allowed in (
@@ -295,7 +307,8 @@ def common(hf: Any, **more: Any) -> Architecture:
     if rope["rope_type"] == "yarn" and "latent" not in more:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        more["attention_factor"] = ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")[1]
+        kind = "full_attention" if "local_rope_theta" in more else None
+        more["attention_factor"] = ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu", layer_type=kind)[1]
     # A family with experts adds their sizes itself, in addition to their tensors.
     sizes = asdict(model_sizes({key: getattr(hf, key, None) for key in DENSE_SIZES}))
     fields: dict[str, Any] = {

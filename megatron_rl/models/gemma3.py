@@ -36,12 +36,6 @@ def read(hf: Any) -> Architecture:
             "use_bidirectional_attention": (False, None),
         },
     )
-    local = hf.rope_parameters["sliding_attention"]
-    if local["rope_type"] != "default":
-        raise ValueError(
-            f"config.json of {hf.model_type}: rope type of layers with windows is"
-            f" {local['rope_type']!r}, which the policy does not implement; give another model"
-        )
     return common(
         hf,
         layer_slots=ATTENTION[:-1] + QK_NORM + NORMS + DENSE_MLP,
@@ -51,7 +45,6 @@ def read(hf: Any) -> Architecture:
         activation="gelu_tanh",
         embedding_scale=hf.hidden_size**0.5,
         query_scalar=hf.query_pre_attn_scalar,
-        local_rope_theta=local["rope_theta"],
     )
 
 

@@ -210,14 +210,17 @@ def _stack(
     if kind == "qkv":
         # Megatron keeps each query group together, so that a cut between groups is a cut of heads.
         heads = arch.num_heads // arch.num_kv_heads
+        # In one HF tensor keys are behind all queries, values behind all keys.
+        keys = arch.num_heads if len(names) == 1 else 0
+        values = keys + arch.num_kv_heads if len(names) == 1 else 0
         for group in range(arch.num_kv_heads):
             if arch.gated_outputs:  # queries of the group, then their gates
                 for at, head in product(range(2), range(heads)):
                     yield names[0], (2 * (group * heads + head) + at) * dim, dim
             else:
                 yield names[0], group * heads * dim, heads * dim
-            yield names[1], group * dim, dim
-            yield names[2], group * dim, dim
+            yield names[len(names) // 2], (keys + group) * dim, dim
+            yield names[-1], (values + group) * dim, dim
     elif kind == "gate_up":
         # A rank computes silu(gate) * up alone: its gate rows stand directly before its up rows.
         half = axis_sizes(parameter, arch, vocab_rows)[0] // 2

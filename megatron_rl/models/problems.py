@@ -17,7 +17,7 @@ def family_problems(
         (arch.latent, "latent attention"),
         (arch.vision, "vision-language models"),
         (arch.biased, "GPT-OSS"),
-        (arch.output_norms, "Gemma 3"),
+        (arch.output_norms, "norms behind attention"),
         (arch.linear, "linear attention"),
     ):
         if there and precision.fp8 is not None:
@@ -29,6 +29,11 @@ def family_problems(
         problems.append(
             f"parallel.expert_tensor = {parallel.expert_tensor}: megatron-core does not cut experts"
             " that have biases; set it to 1, and parallel.expert higher"
+        )
+    if arch.heads_norm and parallel.tensor > arch.num_kv_heads:
+        problems.append(
+            f"parallel.tensor = {parallel.tensor}: ranks that share a key-value head would count it"
+            f" twice in a norm over all heads; set it to at most {arch.num_kv_heads}"
         )
     if arch.vision is not None and arch.vision.num_deep:
         problems += _deep_problems(arch, arch.vision.num_deep, parallel)
@@ -78,6 +83,7 @@ def adapter_problems(
         (arch.latent, "latent attention"),
         (arch.biased, "GPT-OSS"),
         (arch.linear, "linear attention"),
+        (any(len(x.hf) == 1 for x in arch.layer_slots if x.kind == "qkv"), "Phi-3 and Phi-4"),
     ):
         if there:
             problems.append(

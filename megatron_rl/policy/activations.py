@@ -52,7 +52,7 @@ def layer_activations(
     norm_bytes = 2 * element
     if not fused and element < FLOAT32_BYTES:
         norm_bytes = 2 * FLOAT32_BYTES + element
-    norms = (4 if arch.output_norms else 2) * arch.hidden_size * norm_bytes / shared
+    norms = 2 * (arch.input_norms + arch.output_norms) * arch.hidden_size * norm_bytes / shared
     if parallel.recompute == "selective" and fused:
         norms -= arch.hidden_size * element / shared
     query_widths = 2 if fused else 3
@@ -61,6 +61,9 @@ def layer_activations(
     attention = heads * arch.head_dim / tensor
     if not fused:
         attention += 4 * arch.head_dim
+    if arch.heads_norm:  # queries and keys before and behind it, in float32
+        counted = (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+        attention += 2 * counted * FLOAT32_BYTES / element / tensor
     if arch.latent is not None:
         latents = arch.latent_dim + (arch.latent.query_rank or 0)
         attention += 2 * latents / shared

@@ -1,11 +1,13 @@
 """The layers of a model chunk: of Transformer Engine where that is there, else megatron's own."""
 
+import math
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -21,11 +23,15 @@ from megatron_rl.policy.passes.attention import (
     NormedAdd,
     PackedAttention,
     RMSNorm,
-    TwoBasesAttention,
 )
 from megatron_rl.policy.passes.biased_experts import set_experts
 from megatron_rl.policy.passes.latent_attention import LatentSelfAttention, WholeLinear
 from megatron_rl.policy.passes.linear_attention import set_delta_net
+from megatron_rl.policy.passes.self_attention import (
+    NormedHeadsAttention,
+    NormedTwoBasesAttention,
+    TwoBasesAttention,
+)
 
 
 def block_spec(
@@ -38,14 +44,21 @@ def block_spec(
     kinds = list(map(arch.kind, range(arch.num_layers)))
     for has_experts, is_linear in set(kinds):
         experts = arch.num_experts if has_experts else None
-        layer, norm = layer_spec(config, experts, adapted=bool(arch.adapter_slots))
+        bare = bool(arch.adapter_slots) or not arch.input_norms
+        layer, norm = layer_spec(config, experts, bare=bare)
+        if not arch.input_norms:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
         if arch.output_norms:
             add = ModuleSpec(NormedAdd, params={"norm": norm, "config": config})
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
         if arch.biased:
             set_experts(layer)
+        if arch.heads_norm:
+            layer.submodules.self_attention.module = NormedHeadsAttention
         if arch.local_rope_theta is not None:
-            layer.submodules.self_attention.module = TwoBasesAttention
+            attention = layer.submodules.self_attention
+            attention.module = NormedTwoBasesAttention if arch.heads_norm else TwoBasesAttention
+            attention.params["window_scale"] = 1 / math.sqrt(arch.query_scalar or arch.head_dim)
         if is_linear:
             set_delta_net(layer)
         specs[has_experts, is_linear] = layer
@@ -54,12 +67,12 @@ def block_spec(
 
 
 def layer_spec(
-    config: TransformerConfig, experts: int | None, *, adapted: bool = False
+    config: TransformerConfig, experts: int | None, *, bare: bool = False
 ) -> tuple[ModuleSpec, Any]:
     """A layer of Transformer Engine where that is installed, else megatron's own; and its norm.
 
     The latter gets attention and norm of this package. ``experts``: None for a dense layer;
-    ``adapted``: linear layers will have adapters.
+    ``bare``: linear layers have no norm inside.
     """
     qk_norm = config.qk_layernorm
     latent = config.multi_latent_attention
@@ -74,7 +87,7 @@ def layer_spec(
             multi_latent_attention=latent,
         )
         norm: Any = TENorm
-        if adapted:
+        if bare:
             # Adapters want the inputs after the norm, which a fused layer keeps to itself.
             layer.submodules.input_layernorm = norm
             layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
@@ -18,10 +19,19 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -30,9 +40,11 @@ from megatron_rl.models.moe.deepseek_v3 import ROUTER
 from tests import zoo
 from tests.e2e.toy import SIZES, VOCAB, overrides, rows, write_data, write_tokenizer
 from tests.launch import launch
-from tests.rotary import TURNS, TWO_BASES, YARN, YARN2
+from tests.tiny_options import LLAMA3, TURNS, TWO_BASES, YARN, YARN2, YARN_OR_PLAIN
 
 STEPS = 20
+TENSOR = ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")
+CONTEXT = ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1")
 EXPERT = ("parallel.tensor=1", "parallel.expert=2", "rollout.tensor=1")
 LONG = "rollout.max_response_tokens=4"  # beyond a window
 # Biases that move, and a loss of routers.
@@ -43,6 +55,7 @@ BALANCED = (
 )
 NATS = {
     "moonlight": 3e-5,
+    "olmo3": 3e-5,  # one token 1.1e-5, else below 2e-6
     "quantized": 3e-5,
     # bfloat16, in which a token may visit other experts; see the mean
     "qwen3_next": 0.6,
@@ -79,6 +92,33 @@ GEMMA: dict[str, Any] = dict(
     query_pre_attn_scalar=24,
     rope_parameters=TWO_BASES,
 )
+# transformers reads the tokenizers of two families by classes of their own, which add a token.
+ONE_MORE = dict(vocab_size=len(VOCAB) + 1)
+# What the configuration says beside SIZES and three layers.
+COMMON: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, ONE_MORE),
+    "qwen3": (Qwen3Config, {}),
+    "llama": (LlamaConfig, dict(rope_parameters=LLAMA3)),
+    "mistral": (MistralConfig, dict(sliding_window=2)),
+    "phi3": (Phi3Config, {}),
+    "olmo2": (Olmo2Config, {}),
+    "olmo3": (
+        Olmo3Config,
+        dict(
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            sliding_window=2,
+            rope_parameters=YARN_OR_PLAIN,
+        ),
+    ),
+    "mixtral": (
+        MixtralConfig,
+        dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True),
+    ),
+}
 SINKS: dict[str, Any] = dict(
     num_hidden_layers=4,
     num_local_experts=4,
@@ -126,6 +166,9 @@ def write_model(family: str, path: Path) -> None:
         model = Glm4MoeForCausalLM(config).float()
     elif family == "gemma3":
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | layers | GEMMA)).float()
+    elif family in COMMON:
+        kind, more = COMMON[family]
+        model = AutoModelForCausalLM.from_config(kind(**SIZES | layers | more)).float()
     elif family == "gpt_oss":
         more = SINKS | dict(rope_parameters=YARN2)
         model = GptOssForCausalLM(GptOssConfig(**SIZES | more)).float()
@@ -135,8 +178,7 @@ def write_model(family: str, path: Path) -> None:
         more = DELTA | dict(rope_parameters=QUARTER)
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES | more)).float()
     elif family == "qwen3_5_moe":
-        # transformers reads this family's tokenizers by a class of its own, which adds a token.
-        more = GATED | dict(rope_parameters=QUARTER, vocab_size=len(VOCAB) + 1)
+        more = GATED | ONE_MORE | dict(rope_parameters=QUARTER)
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SIZES | more)).float()
     else:
         more = LATENT | (dict(rope_parameters=YARN) if family == "deepseek_v3" else PLAIN)
@@ -175,27 +217,34 @@ def quantize(path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        (
-            "glm4_moe",
-            ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", *BALANCED),
-        ),
+        ("glm4_moe", (*TENSOR, *BALANCED)),
         ("glm4_moe", EXPERT),
         ("glm4_moe", (*EXPERT, "rollout.router_replay=rollout")),
-        ("deepseek_v3", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
+        ("deepseek_v3", TENSOR),
         ("deepseek_v3", (*EXPERT, *BALANCED)),
         ("moonlight", EXPERT),
-        ("gemma3", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", LONG)),
-        ("gemma3", ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1", LONG)),
-        ("gpt_oss", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", LONG)),
+        ("gemma3", (*TENSOR, LONG)),
+        ("gemma3", (*CONTEXT, LONG)),
+        *((family, TENSOR) for family in ("qwen2", "qwen3", "llama", "phi3")),
+        ("mistral", (*TENSOR, LONG)),
+        ("mixtral", EXPERT),
+        ("qwen3_moe", EXPERT),
+        (
+            "olmo2",
+            (
+                *("parallel.pipeline=2", "parallel.first_stage_layers=2"),
+                *("parallel.tensor=1", "rollout.tensor=1"),
+            ),
+        ),
+        ("olmo3", (*TENSOR, LONG)),
+        ("olmo3", (*CONTEXT, LONG)),
+        ("gpt_oss", (*TENSOR, LONG)),
         ("gpt_oss", (*EXPERT, LONG)),
         ("quantized", EXPERT),
-        (
-            "qwen3_next",
-            ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", *LINEAR),
-        ),
-        ("qwen3_next", ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1", *LINEAR)),
-        ("qwen3_5", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", *LINEAR)),
-        ("qwen3_5", ("parallel.tensor=1", "parallel.context=2", "rollout.tensor=1", *LINEAR)),
+        ("qwen3_next", (*TENSOR, *LINEAR)),
+        ("qwen3_next", (*CONTEXT, *LINEAR)),
+        ("qwen3_5", (*TENSOR, *LINEAR)),
+        ("qwen3_5", (*CONTEXT, *LINEAR)),
         ("qwen3_5_moe", (*EXPERT, *LINEAR)),
     ],
     ids=[
@@ -207,6 +256,11 @@ def quantize(path: Path) -> None:
         "moonlight-expert",
         "gemma-tensor",
         "gemma-context",
+        *("qwen2-tensor", "qwen3-tensor", "llama-tensor", "phi-tensor", "mistral-window"),
+        *("mixtral-expert", "qwen3-expert"),
+        "olmo-2-pipeline",
+        "olmo-3-tensor",
+        "olmo-3-context",
         "gpt-tensor",
         "gpt-expert",
         "fp8-files",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -72,17 +73,26 @@ def _case(
 # The core tier has every family and every value of each field; a layout that is part of a larger
 # one of the core tier (tensor ranks alone, beside tensor ranks with recomputation) is in the full
 # one.
-CASES = [
+_LISTED = [
     _case("qwen2", 1),
     _case("qwen3", 1),
     _case("qwen3_yarn", 1),
     _case("llama", 1),
     _case("mistral", 1),
     _case("mistral_window", 1),
-    _case("mistral_window", 2, context=2, full=True),
+    _case("phi3", 1),
+    _case("phi3", 2, distributed_optimizer=True, full=True),
+    _case("olmo2", 1, full=True),
+    _case("olmo2", 2, tensor=2, full=True),
+    _case("olmo3", 1),
+    _case("olmo3", 2, tensor=2, sequence=True),
+    _case("olmo3", 2, tensor=2, sequence=True, recompute="selective", full=True),
+    _case("olmo3", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
+    _case("olmo3", 2, distributed_optimizer=True, full=True),
     _case("qwen3_moe", 1),
     _case("mixtral", 1),
     _case("gemma3", 1),
+    _case("gemma3_yarn", 1, full=True),
     _case("glm4_moe", 1),
     _case("gpt_oss", 1),
     _case("qwen3_next", 1),
@@ -95,67 +105,40 @@ CASES = [
     _case("qwen2", 2, tensor=2, full=True),
     _case("qwen3", 2, tensor=2, full=True),
     _case("llama", 2, tensor=2, full=True),
-    _case("qwen2", 2, pipeline=2, full=True),
-    _case("qwen3", 2, pipeline=2, full=True),
-    _case("llama", 2, pipeline=2, full=True),
-    _case("qwen2", 2, full=True),
     _case("qwen3", 2),
-    _case("llama", 2, full=True),
-    _case("qwen3", 2, tensor=2, sequence=True, full=True),
     _case("qwen3", 2, pipeline=2, virtual_pipeline=2),
     _case("llama", 2, context=2),
-    _case("qwen3_yarn", 2, tensor=2, sequence=True, full=True),
     _case("qwen3_moe", 2, expert=2),
-    _case("qwen3_moe", 2, tensor=2, sequence=True, full=True),
     _case("qwen3_moe", 2, tensor=2, sequence=True, distributed_optimizer=True, full=True),
-    _case("qwen3_moe", 2, context=2, full=True),
     _case("gemma3", 2, tensor=2, sequence=True),
     _case("gemma3", 2, tensor=2, sequence=True, recompute="full", full=True),
     _case("gemma3", 2, tensor=2, recompute="selective", full=True),
-    _case("gemma3", 2, pipeline=2, full=True),
     _case("gemma3", 2, pipeline=2, virtual_pipeline=2, full=True),
     _case("gemma3", 2, context=2),
     _case("gemma3", 2, distributed_optimizer=True, full=True),
-    _case("gemma3", 2, full=True),
     _case("glm4_moe", 2, tensor=2, sequence=True, expert=2),
     _case("glm4_moe", 2, pipeline=2),
     _case("glm4_moe", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
-    _case("glm4_moe", 2, context=2, full=True),
     _case("glm4_moe", 2, expert=2, distributed_optimizer=True, full=True),
     _case("glm4_moe", 2, tensor=2, sequence=True, recompute="selective", full=True),
-    _case("glm4_moe", 2, full=True),
     _case("gpt_oss", 2, tensor=2, sequence=True, expert=2),
     _case("gpt_oss", 2, tensor=2, sequence=True, recompute="selective", full=True),
-    _case("gpt_oss", 2, pipeline=2, full=True),
     _case("gpt_oss", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
-    _case("gpt_oss", 2, context=2, full=True),
     _case("gpt_oss", 2, expert=2, distributed_optimizer=True, full=True),
-    _case("gpt_oss", 2, full=True),
     _case("qwen3_next", 2, tensor=2, sequence=True, expert=2),
     _case("qwen3_next", 2, tensor=2, sequence=True, recompute="selective", full=True),
-    _case("qwen3_next", 2, pipeline=2, full=True),
     _case("qwen3_next", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
     _case("qwen3_next", 2, context=2),
     _case("qwen3_next", 2, expert=2, distributed_optimizer=True, full=True),
-    _case("qwen3_next", 2, full=True),
-    _case("qwen3_5", 2, tensor=2, sequence=True, full=True),
-    _case("qwen3_5", 2, pipeline=2, full=True),
     _case("qwen3_5", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
-    _case("qwen3_5", 2, context=2, full=True),
     _case("qwen3_5", 2, distributed_optimizer=True, full=True),
     _case("qwen3_5_moe", 2, tensor=2, sequence=True, expert=2, full=True),
     _case("qwen3_5_moe", 2, tensor=2, sequence=True, recompute="selective", full=True),
-    _case("qwen3_5_moe", 2, pipeline=2, full=True),
-    _case("qwen3_5_moe", 2, context=2, full=True),
     _case("qwen3_5_moe", 2, expert=2, distributed_optimizer=True, full=True),
-    _case("qwen3_5_moe", 2, full=True),
     _case("deepseek_v3", 2, tensor=2, sequence=True, expert=2),
-    _case("deepseek_v3", 2, pipeline=2, full=True),
     _case("deepseek_v3", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
-    _case("deepseek_v3", 2, context=2, full=True),
     _case("deepseek_v3", 2, expert=2, distributed_optimizer=True, full=True),
     _case("deepseek_v3", 2, tensor=2, sequence=True, recompute="selective", full=True),
-    _case("deepseek_v3", 2, full=True),
     _case("qwen3_moe", 2, expert=2, distributed_optimizer=True),
     _case("mixtral", 2, tensor=2, sequence=True, expert=2),
     _case("qwen2", 2, tensor=2, sequence=True, recompute="full"),
@@ -165,8 +148,6 @@ CASES = [
     _case("qwen2_tied", 2, pipeline=2, first_stage_layers=1, last_stage_layers=3, full=True),
     _case("mistral", 2, tensor=2, full=True),
     _case("mistral", 2, pipeline=2, virtual_pipeline=2, full=True),
-    _case("mixtral", 2, pipeline=2, full=True),
-    _case("mixtral", 2, expert=2, full=True),
     _case("qwen2", 2, overlap_grad_reduce=True, full=True),
     _case("qwen2", 4, tensor=2, pipeline=2, full=True),
     _case("qwen3", 4, tensor=2, pipeline=2),
@@ -189,6 +170,29 @@ CASES = [
     _case("mixtral", 4, tensor=2, sequence=True, full=True),
     _case("qwen3_moe", 4, tensor=2, sequence=True, pipeline=2, full=True),
 ]
+# What every family has to have, in the full tier where it is not in the list.
+ASKED: tuple[dict[str, Any], ...] = (
+    dict(tensor=2, sequence=True),
+    dict(pipeline=2),
+    dict(context=2),
+    {},
+    dict(expert=2),
+)
+
+
+def with_asked(listed: list[Case], models: Iterable[str]) -> list[Case]:
+    """The cases, and those of ``models`` in layouts of ASKED that are not among them."""
+    names = {case.name for case in listed}
+    found = [
+        _case(model, 2, full=True, **layout)
+        for model in models
+        for layout in ASKED
+        if "expert" not in layout or zoo.has_experts(model)
+    ]
+    return [*listed, *(case for case in found if case.name not in names)]
+
+
+CASES = with_asked(_LISTED, zoo.FAMILIES)
 
 
 @cache

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,9 @@ def parse(case: str) -> tuple[str, dict, int]:
 
 
 if __name__ == "__main__":
+    asked = {name.split(":")[0] for name in sys.argv[2:]}
+    for arch, seed in product(sorted(asked & {*small.BY_TRANSFORMERS}), (START, OTHER)):
+        path_of(arch, seed)
     cases: dict[str, Callable[[], None]] = {}
     for name in sys.argv[2:]:
         cases[name] = (

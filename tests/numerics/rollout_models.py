@@ -20,7 +20,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.moe.deepseek_v3 import ROUTER
 from megatron_rl.types import Completion, Prompt, Sampling
 from tests import zoo
-from tests.rotary import TWO_BASES, YARN, YARN2
+from tests.tiny_options import TWO_BASES, YARN, YARN2, YARN_OR_PLAIN
 from tests.zoo import transformer
 
 VOCAB, EOS = 96, 2
@@ -68,6 +68,14 @@ FAMILIES = {
     "qwen3_yarn": {"head_dim": 32, "tie_word_embeddings": False, "rope_parameters": YARN2},
     "qwen2_tied": {"tie_word_embeddings": True},  # with qkv bias
     "llama": {"tie_word_embeddings": False},
+    "phi3": {"tie_word_embeddings": False},
+    "olmo2": {"tie_word_embeddings": False},
+    "olmo3": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": YARN_OR_PLAIN,
+        "tie_word_embeddings": False,
+    },
     "qwen3_moe": {
         "head_dim": 32,
         **EXPERTS,
@@ -108,6 +116,13 @@ FAMILIES = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": TWO_BASES,
     },
+    "gemma3_yarn": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": YARN_OR_PLAIN,
+    },
     "mistral_window": {"head_dim": 32, "sliding_window": 6, "tie_word_embeddings": False},
     "gpt_oss": {
         "head_dim": 32,
@@ -132,6 +147,10 @@ FAMILIES = {
     },
 }
 
+# vLLM has no code of its own for these: it runs that of transformers, whose classes it changes.
+# Their models have to be made before an engine is.
+BY_TRANSFORMERS = ("olmo2", "olmo3")
+
 
 def build(arch: str, seed: int) -> PreTrainedModel:
     """A model of one of FAMILIES, large enough for the kernels of vLLM."""
@@ -140,7 +159,8 @@ def build(arch: str, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                centered = arch in ("gemma3", *zoo.LINEAR) and "linear_attn" not in name
+                centered = arch.startswith("gemma3") or arch in zoo.LINEAR
+                centered &= "linear_attn" not in name
                 parameter.normal_(0.0 if centered else 1.0, 0.1)
             else:
                 parameter.normal_(0.0, 0.12)

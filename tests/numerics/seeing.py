@@ -19,6 +19,7 @@ from megatron_rl.types import Image, Prompt, SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import TEMPERATURE, ClippedLoss, sequences
 from tests.numerics.rollout_models import DELTA
+from tests.tiny_options import EXPERTS
 from tests.zoo import IMAGE_TOKEN, tiny_model
 from tools.make_toy_vision_model import write_untrained
 
@@ -209,7 +210,7 @@ def with_deep_tower(path: Path, config: Any, family: str = "qwen3_vl") -> Any:
     kind = f"{family.removesuffix('_vl')}_text" if family in zoo.LINEAR else f"{family}_text"
     text = config.text_config.to_dict() | dict(model_type=kind, head_dim=32)
     if "moe" in family:  # an engine of two ranks on CPUs takes no narrower experts
-        text |= zoo.EXPERTS | dict(moe_intermediate_size=64)
+        text |= EXPERTS | dict(moe_intermediate_size=64)
     text["rope_parameters"] |= dict(mrope_interleaved=True)
     tower = zoo.DEEP_TOWER
     if family in zoo.LINEAR:

@@ -49,6 +49,7 @@ FULL = (
     Case("experts_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen3_moe", lora=ATTENTION),
     Case("qk_norm", 2, {"tensor": 2, "sequence": True}, model="qwen3"),
     Case("output_norms", 2, {"tensor": 2, "sequence": True}, model="gemma3"),
+    Case("heads_norm", 2, {"tensor": 2, "sequence": True}, model="olmo3"),
 )
 BOUND = 2e-6  # relative, but of logits and logprobs, whose bound is in nats
 NATS = 1e-5

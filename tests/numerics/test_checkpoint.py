@@ -49,6 +49,8 @@ CASES = {
         Case("delta_bf16", {"context": 2, **SHARDED}, "bfloat16", model="qwen3_next"),
         Case("sinks_bf16", {"expert": 2, **SHARDED}, "bfloat16", model="gpt_oss"),
         Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
+        Case("heads_norm", {"tensor": 2, "sequence": True}, model="olmo3"),
+        Case("fused_files", {"tensor": 2, "sequence": True}, model="phi3"),
         Case("windows_bf16", {"pipeline": 2}, "bfloat16", model="gemma3"),
     ],
     4: [
@@ -86,6 +88,8 @@ RESHAPES = [
     ("delta", Case("pp2", {"pipeline": 2}, model="qwen3_next")),
     ("four_matrices", Case("pp2", {"pipeline": 2}, model="qwen3_5")),
     ("windows", Case("pp2", {"pipeline": 2}, model="gemma3")),
+    ("heads_norm", Case("pp2", {"pipeline": 2}, model="olmo3")),
+    ("fused_files", Case("pp2", {"pipeline": 2}, model="phi3")),
 ]
 
 # Checkpoint of one case read into another layout, by number of ranks, and written again.

@@ -21,6 +21,8 @@ from tools.convert_checkpoint import main, to_hf, to_megatron
 
 NAMES = (
     "llama",
+    "phi3",
+    "olmo3",
     "qwen2_tied",
     "qwen3_moe",
     "glm4_moe",
@@ -40,6 +42,8 @@ CASES = [
     Case("first_dense", {"pipeline": 2}, model="glm4_moe"),
     Case("latent", {"tensor": 2, "sequence": True}, model="deepseek_v3"),
     Case("windows", {"pipeline": 2}, model="gemma3"),
+    Case("fused_files", {"tensor": 2, "sequence": True}, model="phi3"),
+    Case("heads_norm", {"tensor": 2, "sequence": True}, model="olmo3"),
     Case("sinks", {"tensor": 2, "sequence": True}, model="gpt_oss"),
     Case("delta", {"tensor": 2, "sequence": True}, model="qwen3_next"),
     Case("four_matrices", {"tensor": 2, "sequence": True}, model="qwen3_5_moe"),
@@ -51,6 +55,8 @@ TRAINED = [
     Case("first_dense", {"expert": 2, **SHARDED}, model="glm4_moe"),
     Case("latent", {"pipeline": 2}, model="deepseek_v3"),
     Case("windows", {"tensor": 2, "sequence": True}, model="gemma3"),
+    Case("fused_files", {"tensor": 2}, model="phi3"),
+    Case("heads_norm", {"tensor": 2}, model="olmo3"),
     Case("sinks", {"expert": 2}, model="gpt_oss"),
     Case("delta", {"pipeline": 2}, model="qwen3_next"),
     Case("four_matrices", {"pipeline": 2}, model="qwen3_5"),

@@ -36,6 +36,8 @@ NIGHTLY = {
     (2, 1): (
         "glm4_moe:expert=2",
         "gemma3:pipeline=2",
+        "phi3:pipeline=2",
+        "olmo3:pipeline=2",
         "mixtral:tensor=2",
         "qwen3_5:tensor=2",
         "qwen3:pipeline=2",
@@ -52,6 +54,9 @@ NIGHTLY = {
         "qwen3_5:pipeline=2",
         "moonlight:expert=2",
         "gemma3:tensor=2",
+        "phi3:tensor=2",
+        "olmo2:tensor=2",
+        "olmo3:tensor=2",
         "mistral_window:tensor=2",
         "qwen3:",
         "qwen2_tied:pipeline=2",

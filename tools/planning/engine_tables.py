@@ -18,11 +18,11 @@ from megatron_rl.models.base import Architecture, LatentAttention, LinearAttenti
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
 from tools.planning.linear_tables import linear_attention
-from tools.planning.shard_table import ShardTable, divide
+from tools.planning.shard_table import ShardTable, divide, in_fused_tensors
 
 FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama")
 FAMILIES += ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next")
-FAMILIES += ("qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES += ("olmo2", "olmo3", "phi3", "qwen3_5_text", "qwen3_5_moe_text")
 # HF names of an expert's gate, up and down projections.
 EXPERT_NAMES = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
@@ -54,7 +54,10 @@ class ModelShape:
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    output_norms: bool = False  # also behind attention and feed-forward part
+    input_norms: bool = True  # before attention and feed-forward part
+    output_norms: bool = False  # behind them
+    heads_norm: bool = False  # of queries and keys, over all heads
+    fused: bool = False  # files have query, key and value in one tensor, gate and up in one
     experts: int = 0  # 0 = dense
     moe_ffn: int = 0
     shared_ffn: int = 0  # 0 = no shared expert
@@ -87,7 +90,10 @@ class ModelShape:
             tied=arch.tied_embeddings,
             qkv_bias=arch.qkv_bias,
             qk_norm=arch.qk_norm,
+            input_norms=arch.input_norms,
             output_norms=arch.output_norms,
+            heads_norm=arch.heads_norm,
+            fused=arch.family == "phi3",
             experts=arch.num_experts,
             moe_ffn=arch.expert_ffn_hidden_size,
             shared_ffn=arch.shared_ffn_hidden_size,
@@ -99,6 +105,13 @@ class ModelShape:
             expert_names="mixtral" if mixtral else "qwen",
             dtype=dtype,
         )
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Of the matrices that files of some families have in one tensor."""
+        keys = self.kv_heads * self.head_dim
+        of_heads = {"q_proj": self.heads * self.head_dim, "k_proj": keys, "v_proj": keys}
+        return of_heads | {"gate_proj": self.ffn, "up_proj": self.ffn}
 
     def sparse(self, layer: int) -> bool:
         """Whether the layer has experts."""
@@ -185,7 +198,8 @@ def rollout_shards(model: ModelShape, layout: RolloutLayout, rank: int) -> list[
             worker.experts()
         else:
             worker.feed_forward("mlp", model.ffn)
-    return worker.table.groups
+    groups = worker.table.groups
+    return in_fused_tensors(groups, model.rows) if model.fused else groups
 
 
 class _Worker:
@@ -253,9 +267,10 @@ class _Worker:
             name = "self_attn.sinks"
             self.table.rows(name, (model.heads,), self.tp_rank * heads, heads, name)
             self.table.whole("self_attn.o_proj.bias", (model.hidden,), "self_attn.o_proj.bias")
-        if model.qk_norm:
-            self.same_name("self_attn.q_norm", (model.head_dim,))
-            self.same_name("self_attn.k_norm", (model.head_dim,))
+        for letter, count in (("q", model.heads), ("k", model.kv_heads)):
+            if model.qk_norm or model.heads_norm:
+                size = model.head_dim * (count if model.heads_norm else 1)
+                self.same_name(f"self_attn.{letter}_norm", (size,))
 
     def latent_attention(self, latent: LatentAttention) -> None:
         model = self.model
@@ -287,10 +302,14 @@ class _Worker:
 
     def norms(self) -> None:
         model = self.model
-        self.same_name("input_layernorm", (model.hidden,))
-        self.same_name("post_attention_layernorm", (model.hidden,))
-        for place in ("pre", "post") if model.output_norms else ():
-            self.same_name(f"{place}_feedforward_layernorm", (model.hidden,))
+        for place, is_there in (
+            ("input", model.input_norms),
+            ("post_attention", True),
+            ("pre_feedforward", model.input_norms and model.output_norms),
+            ("post_feedforward", model.output_norms),
+        ):
+            if is_there:
+                self.same_name(f"{place}_layernorm", (model.hidden,))
 
     def _kv_heads(self) -> tuple[int, int]:
         """First key-value head of the worker, and how many it has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -35,6 +35,28 @@ def expand(groups: Iterable[ShardGroup]) -> list[Shard]:
         for name, key in zip(group.names, group.keys, strict=True):
             shards.append(replace(group.shard, name=name, key=key))
     return shards
+
+
+def in_fused_tensors(groups: Iterable[ShardGroup], rows: Mapping[str, int]) -> list[ShardGroup]:
+    """The groups for files that keep query, key and value in one tensor, and gate and up in one
+    (Phi-3). ``rows``: how many each of q_proj, k_proj, v_proj, gate_proj and up_proj has."""
+    found = []
+    for group in groups:
+        shard, names = group.shard, group.names
+        for fused, parts in (
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+        ):
+            for number, part in enumerate(parts):
+                if f".{part}." not in names[0]:
+                    continue
+                above = sum(rows[other] for other in parts[:number])
+                full = (sum(rows[each] for each in parts), *shard.full[1:])
+                start = (above + shard.start[0], *shard.start[1:])
+                shard = replace(shard, full=full, start=start)
+                names = tuple(name.replace(part, fused) for name in names)
+        found.append(ShardGroup(names, group.keys, shard))
+    return found
 
 
 @dataclass

@@ -16,7 +16,6 @@ from jaxtyping import Bool
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
     is_layer_window_attention,
@@ -90,20 +89,6 @@ class NormedAdd(torch.nn.Module):
 
     def forward(self, *_: Any) -> Any:
         return lambda output, residual, dropout: residual + self.norm(output[0])
-
-
-class TwoBasesAttention(SelfAttention):
-    """megatron's, of a model whose layers with windows have a rotary base of their own.
-
-    Angles of a token are those of the other base and those of this one, and both once more:
-    megatron repeats the frequencies that it is given.
-    """
-
-    def forward(self, *arguments: Any, rotary_pos_emb: Tensor, **rest: Any) -> Any:
-        size, layers = self.config.window_size, self.config.window_attn_skip_freq
-        own = int(is_layer_window_attention(size, layers, self.layer_number))
-        angles = rotary_pos_emb.unflatten(-1, (2, 2, -1))[..., own, :].flatten(-2)
-        return super().forward(*arguments, rotary_pos_emb=angles, **rest)
 
 
 @dataclass(frozen=True)

@@ -85,4 +85,4 @@ def test_fp8_is_refused(tmp_path: Path) -> None:
     arch, _ = read_architecture(tmp_path / "model")
     problems = family_problems(arch, run.model, run.parallel, run.precision)
     assert len(problems) == 1
-    assert "FP8 has not been tried with Gemma 3; set precision=bf16" in problems[0]
+    assert "FP8 has not been tried with norms behind attention; set precision=bf16" in problems[0]

@@ -97,7 +97,7 @@ def test_layers_with_adapters_have_their_norms_apart(
     layer = layers.get_gpt_layer_local_spec()
     monkeypatch.setattr(layers, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
     config = model.transformer_config(DENSE, parallel(), precision())
-    parts = layers.layer_spec(config, None, adapted=True)[0].submodules
+    parts = layers.layer_spec(config, None, bare=True)[0].submodules
     assert parts.input_layernorm is parts.pre_mlp_layernorm is extension.TENorm
     linear = extension.TEColumnParallelLinear
     assert parts.self_attention.submodules.linear_qkv is linear

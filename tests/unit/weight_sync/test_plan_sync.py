@@ -70,7 +70,7 @@ def test_disaggregated_rollout_receives_everything(
     [
         # Ten seconds for what qwen3.5-35b, with the same kinds of layers, shows in half of them.
         pytest.param(name, marks=pytest.mark.full if name == "qwen3-next-80b" else ())
-        for name in sorted(set(PRESETS) - {"qwen2.5-7b"})
+        for name in sorted(set(PRESETS) - {"qwen2.5-7b", "phi-4"})
     ],
 )
 def test_large_models_are_planned_at_the_lower_bound(

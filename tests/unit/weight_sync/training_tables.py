@@ -1,7 +1,7 @@
 """Which slices of the HF-named tensors a Megatron rank holds: tables declared by hand, for tests.
 
 They know nothing of the parameter map, so that they can be an oracle for it, for the shards of live
-policies and for plans. Families: Llama, Qwen2, Qwen2.5, Qwen3, Qwen2-MoE, Qwen3-MoE, Mixtral.
+policies and for plans.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 from megatron_rl.models.base import LatentAttention
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.planner.slices import Slice
-from tests.unit.weight_sync.linear_tables import (
+from tests.unit.weight_sync.family_tables import (
+    expert_sizes,
     gated_query_key_value,
+    heads_norms,
     linear_attention,
     linear_sizes,
 )
+from tools.planning import engine_tables
 from tools.planning.engine_tables import (
     EXPERT_BLOCK,
     EXPERT_NAMES,
@@ -26,11 +29,10 @@ from tools.planning.engine_tables import (
     ModelShape,
     ShardTable,
     divide,
+    in_fused_tensors,
 )
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
-FAMILIES += ("deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next")
-FAMILIES += ("qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = (*engine_tables.FAMILIES, "qwen2_moe")
 
 
 def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelShape:
@@ -42,7 +44,7 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         raise ValueError(
             f"config.json: model_type={family!r} has no declared layout; known: {known}"
         )
-    is_glm, biased = family == "glm4_moe", family == "gpt_oss"
+    is_glm, biased, is_olmo = (family.startswith(x) for x in ("glm4_moe", "gpt_oss", "olmo"))
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key) and not (is_glm or biased):
             raise ValueError(f"config.json: {key}=true is not described by the declared layouts")
@@ -69,47 +71,15 @@ def shape_from_hf(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelSh
         biased=biased,
         qkv_bias=family.startswith("qwen2") or biased or (is_glm and config["attention_bias"]),
         qk_norm=family.startswith(("qwen3", "gemma3")) or (is_glm and config["use_qk_norm"]),
-        output_norms=family == "gemma3_text",
+        input_norms=not is_olmo,
+        output_norms=is_olmo or family == "gemma3_text",
+        heads_norm=is_olmo,
+        fused=family == "phi3",
         dtype=dtype,
         latent=latent,
         linear=linear_sizes(config) if "linear_num_key_heads" in config else None,
-        **_expert_sizes(config),
+        **expert_sizes(config),
     )
-
-
-def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    family = config["model_type"]
-    if family in ("mixtral", "gpt_oss"):
-        return {
-            "experts": config["num_local_experts"],
-            "moe_ffn": config["intermediate_size"],
-            "expert_names": "mixtral" if family == "mixtral" else "qwen",
-        }
-    if family in ("glm4_moe", "deepseek_v3"):
-        return {
-            "experts": config["n_routed_experts"],
-            "moe_ffn": config["moe_intermediate_size"],
-            "shared_ffn": config["n_shared_experts"] * config["moe_intermediate_size"],
-            "router_bias": True,
-            "dense_layers": tuple(range(config["first_k_dense_replace"])),
-        }
-    if not family.removesuffix("_text").endswith(("_moe", "next")):
-        return {}
-    step = config.get("decoder_sparse_step") or 1
-    without_experts = config.get("mlp_only_layers") or ()
-    dense_layers = tuple(
-        layer
-        for layer in range(config["num_hidden_layers"])
-        if layer in without_experts or (layer + 1) % step
-    )
-    # "num_local_experts" is the name since transformers 5.
-    experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
-    return {
-        "experts": experts,
-        "moe_ffn": config["moe_intermediate_size"],
-        "shared_ffn": config.get("shared_expert_intermediate_size", 0),
-        "dense_layers": dense_layers,
-    }
 
 
 @dataclass(frozen=True)
@@ -222,7 +192,8 @@ def train_shards(model: ModelShape, layout: TrainLayout, rank: int) -> list[Shar
         head = "model.embed_tokens.weight" if model.tied else "lm_head.weight"
         if not model.tied or layout.pp > 1:
             table.vocabulary(head, f"{last}output_layer.weight")
-    return table.lines.groups
+    groups = table.lines.groups
+    return in_fused_tensors(groups, model.rows) if model.fused else groups
 
 
 class _RankTable:
@@ -260,6 +231,8 @@ class _RankTable:
             key = "self_attention.core_attention.softmax_offset"
             part = model.heads // self.layout.tp
             self.lines.rows("self_attn.sinks", (model.heads,), self.at["tp"] * part, part, key)
+        if model.heads_norm:
+            heads_norms(self.lines, model, self.layout.tp, self.at["tp"])
         for letter in "qk" if model.qk_norm else "":
             key = f"self_attention.{letter}_layernorm.weight"
             self.lines.whole(f"self_attn.{letter}_norm.weight", (model.head_dim,), key)
@@ -294,13 +267,13 @@ class _RankTable:
 
     def norms(self) -> None:
         model = self.model
-        norm = "input_layernorm.weight"
-        self.lines.whole(norm, (model.hidden,), norm)
-        places = [("post_attention", "pre_mlp_layernorm")]
+        places = [("input", "input_layernorm")] if model.input_norms else []
+        if model.input_norms:
+            place = "pre_feedforward" if model.output_norms else "post_attention"
+            places.append((place, "pre_mlp_layernorm"))
         if model.output_norms:
-            places = [
+            places += [
                 ("post_attention", "self_attn_bda.norm"),
-                ("pre_feedforward", "pre_mlp_layernorm"),
                 ("post_feedforward", "mlp_bda.norm"),
             ]
         for norm, key in places:

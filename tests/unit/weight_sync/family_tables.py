@@ -1,4 +1,5 @@
-"""The lines of a Megatron rank for linear attention, by hand: see ``training_tables``."""
+"""What some families have otherwise: sizes, and lines of a Megatron rank, by hand. See
+``training_tables``."""
 
 from __future__ import annotations
 
@@ -9,6 +10,41 @@ from typing import Any
 from megatron_rl.models.base import LinearAttention
 from tools.planning.engine_tables import ModelShape
 from tools.planning.shard_table import ShardTable
+
+
+def expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    family = config["model_type"]
+    if family in ("mixtral", "gpt_oss"):
+        return {
+            "experts": config["num_local_experts"],
+            "moe_ffn": config["intermediate_size"],
+            "expert_names": "mixtral" if family == "mixtral" else "qwen",
+        }
+    if family in ("glm4_moe", "deepseek_v3"):
+        return {
+            "experts": config["n_routed_experts"],
+            "moe_ffn": config["moe_intermediate_size"],
+            "shared_ffn": config["n_shared_experts"] * config["moe_intermediate_size"],
+            "router_bias": True,
+            "dense_layers": tuple(range(config["first_k_dense_replace"])),
+        }
+    if not family.removesuffix("_text").endswith(("_moe", "next")):
+        return {}
+    step = config.get("decoder_sparse_step") or 1
+    without_experts = config.get("mlp_only_layers") or ()
+    dense_layers = tuple(
+        layer
+        for layer in range(config["num_hidden_layers"])
+        if layer in without_experts or (layer + 1) % step
+    )
+    # "num_local_experts" is the name since transformers 5.
+    experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    return {
+        "experts": experts,
+        "moe_ffn": config["moe_intermediate_size"],
+        "shared_ffn": config.get("shared_expert_intermediate_size", 0),
+        "dense_layers": dense_layers,
+    }
 
 
 def linear_sizes(config: Mapping[str, Any]) -> LinearAttention:
@@ -83,3 +119,11 @@ def gated_query_key_value(lines: ShardTable, model: ModelShape, tp: int, rank: i
             name, full = f"self_attn.{letter}_proj.weight", (all_rows * dim, model.hidden)
             lines.rows(name, full, row * dim, dim, "self_attention.linear_qkv.weight", at)
             at += dim
+
+
+def heads_norms(lines: ShardTable, model: ModelShape, tp: int, here: int) -> None:
+    """Norms over all heads of queries and of keys: a tensor rank has the weights of its heads."""
+    for letter, heads in (("q", model.heads), ("k", model.kv_heads)):
+        size, part = heads * model.head_dim, heads * model.head_dim // tp
+        key = f"self_attention.{letter}_norm.weight"
+        lines.rows(f"self_attn.{letter}_norm.weight", (size,), here * part, part, key)
