@@ -9,7 +9,12 @@ from torch import Tensor
 
 from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.checkpoints.hf import HfDirectory
-from megatron_rl.checkpoints.megatron_format import CheckpointReader, LayerTensor
+from megatron_rl.checkpoints.megatron_format import (
+    CheckpointReader,
+    LayerTensor,
+    layer_place,
+    to_hf,
+)
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.models import Architecture
 from megatron_rl.models.adapters import with_adapters
@@ -58,7 +63,8 @@ def _merged(
         digests[name] = tensor_digest(weight)
         a, b = (f"{name.removesuffix('.weight')}.lora_{part}.weight" for part in "AB")
         if a in adapters:
-            product = reader.read(adapters[b]).float() @ reader.read(adapters[a]).float()
+            of_b, of_a = (to_hf([adapters[each]], arch, reader.read)[each] for each in (b, a))
+            product = of_b.float() @ of_a.float()
             # Rounded once, as by the policy.
             weight = weight.float().add(product, alpha=lora.scale).to(dtype)
         yield name, weight
@@ -74,8 +80,8 @@ def _adapters(arch: Architecture) -> dict[str, LayerTensor]:
     found = {}
     for layer in range(arch.num_layers):
         for parameter in adapter_parameters(arch, layer):
-            key = f"decoder.layers.{parameter.slot.megatron}"
-            place = ((layer,), (arch.num_layers,))
+            start, *place = layer_place(arch, layer)
+            key = f"{start}.{parameter.slot.megatron}"
             item = LayerTensor(parameter, key, key, *place, parameter.slot.shape)
             found[parameter.names[0]] = item
     return found

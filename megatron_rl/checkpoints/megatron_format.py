@@ -67,6 +67,14 @@ class LayerTensor:
         return ArrayLocation(key, whole, dtype, tuple(boxes) or (box,))
 
 
+def layer_place(arch: Architecture, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """How the keys of a layer begin, its place in their arrays, and the extent of that place."""
+    if arch.num_dense_layers or arch.linear:
+        # megatron stacks layers in one array only where all are alike.
+        return f"decoder.layers.{layer}", (), ()
+    return "decoder.layers", (layer,), (arch.num_layers,)
+
+
 def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
     """All parameters of the model, in its order."""
     for parameter in model_parameters(arch):
@@ -75,10 +83,7 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
         if parameter.layer is None:
             yield LayerTensor(parameter, name, name, (), (), shape)
             continue
-        layers, place, extent = "decoder.layers", (parameter.layer,), (arch.num_layers,)
-        if arch.num_dense_layers or arch.linear:
-            # megatron stacks layers in one array only where all are alike.
-            layers, place, extent = f"{layers}.{parameter.layer}", (), ()
+        layers, place, extent = layer_place(arch, parameter.layer)
         if parameter.expert is None:
             norms = fused_norms(arch, parameter.layer)
             stored_names = {name: fused for fused, name in norms.items()}

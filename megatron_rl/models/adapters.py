@@ -50,6 +50,8 @@ def _slots(parameter: Parameter, arch: Architecture, rank: int) -> Iterator[Slot
     module = adapter_module(parameter.slot.megatron)
     kind_a: Kind = "columns" if parameter.slot.kind == "columns" else "whole"
     kind_b: Kind = "whole" if parameter.slot.kind == "columns" else "rows"
+    if kind_b == "rows" and len(parameter.names) == 1:
+        kind_b = parameter.slot.kind  # one B for all of a fused HF tensor, laid out like it
     shapes = hf_shapes(parameter, arch)
     for full, name in zip(parameter.names, parameter.slot.hf, strict=True):
         outputs, inputs = shapes[full]

@@ -159,7 +159,7 @@ def axis_sizes(
     kind = parameter.slot.kind
     megatron = parameter.slot.megatron
     if parameter.slot.shape:
-        axis = {"whole": -1, "rows": 0, "parts": 0, "columns": 1}[kind]
+        axis = {"whole": -1, "columns": 1}.get(kind, 0)
         others = list(parameter.slot.shape)
         return others.pop(max(axis, 0)), tuple(others), axis
     hidden = arch.hidden_size

@@ -79,11 +79,8 @@ def adapter_problems(
             f"{start}adapters of experts are not implemented; set model.lora.targets=[attention]"
         )
     for there, what in (
-        (arch.num_dense_layers, "a model whose first layers are dense"),
         (arch.latent, "latent attention"),
-        (arch.biased, "GPT-OSS"),
         (arch.linear, "linear attention"),
-        (any(len(x.hf) == 1 for x in arch.layer_slots if x.kind == "qkv"), "Phi-3 and Phi-4"),
     ):
         if there:
             problems.append(

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -35,13 +36,13 @@ from megatron_rl.models.parameter_map import (
     Parameter,
     layer_parameters,
     local_shape,
+    part_of,
     tensor_slices,
 )
-from megatron_rl.policy.precision import assign
 from megatron_rl.policy.state.weights import LocalParameter
 from megatron_rl.runtime.launch import from_first_rank
 
-_AXES = {"rows": 0, "columns": 1}
+_AXES = {"rows": 0, "qkv": 0, "gate_up": 0, "columns": 1}
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Adapter(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """megatron's description of the parameters for checkpoints."""
-        return make_sharded_tensors_for_checkpoint(
+        state = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             self._cut,
@@ -135,6 +136,11 @@ class Adapter(torch.nn.Module):
             tp_group=self.host.group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+        if self.host.kind == "gate_up" and len(self.pairs) == 1:
+            # Halves of each rank, which are halves of the whole in other layouts.
+            key = f"{prefix}{list(self._cut)[-1]}"
+            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+        return state
 
 
 def add_adapters(model: Any, arch: Architecture, scale: float) -> None:
@@ -206,14 +212,14 @@ def start_adapters(
     if path is not None:
         from_first_rank(lambda: peft_format.check(path, arch, lora))
     for item in adapters:
-        for shard in item.shards:  # one: an adapter is one HF tensor
+        for shard in item.shards:  # of one HF tensor
             if path is not None:
                 values = peft_format.read_shard(path, shard, arch)
             elif shard.name.endswith("lora_A.weight"):
                 values = random_a(shard.name, shard.full)[tensor_slices(shard)]
             else:
                 values = torch.zeros(shard.shape)
-            assign(item.tensor, values)
+            part_of(item.tensor.detach(), shard).copy_(values)
 
 
 def random_a(name: str, shape: Sequence[int]) -> Tensor:

@@ -33,8 +33,8 @@ from tools.replay.gradients import gathered_gradients
 from tools.replay.recorded_run import ReplayedRun
 
 PROJECTIONS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
 }
 LORA: dict[str, Any] = dict(rank=4, alpha=6.0)
 
@@ -180,10 +180,10 @@ def published(policy: MegatronPolicy, path: Path, wanted: dict[str, Any]) -> dic
     return {"merged": relative_error(whole, expected), "shards_differ": shards_differ}
 
 
-def other_base(path: Path, other: Path, folder: Path) -> None:
+def other_base(path: Path, other: Path, folder: Path, lora: dict[str, Any]) -> None:
     """A checkpoint of adapters holds these alone, does not go beside other weights, is read merged
     with its own, and is what a replayed run compares its weights with."""
-    policy = zoo.tiny_policy(path, {}, lora=LORA)
+    policy = zoo.tiny_policy(path, {}, lora=lora)
     for item in policy.held:
         if item.tensor.requires_grad:  # an adapter; B is zero at the start
             item.tensor.data.normal_(std=0.1)
@@ -206,11 +206,11 @@ def other_base(path: Path, other: Path, folder: Path) -> None:
     exported = load_file(folder.parent / "export" / "model.safetensors")
     assert merged.keys() == exported.keys()
     assert all(torch.equal(merged[name], exported[name]) for name in merged)
-    query = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(merged[query], load_file(path / "model.safetensors")[query])
+    output = "model.layers.0.self_attn.o_proj.weight"
+    assert not torch.equal(merged[output], load_file(path / "model.safetensors")[output])
     with pytest.raises(ValueError, match="trained beside other weights than those of"):
         list(adapter_checkpoint.read_hf(folder, other, arch, lambda _: None))
-    policy = zoo.tiny_policy(other, {}, lora=LORA)
+    policy = zoo.tiny_policy(other, {}, lora=lora)
     with pytest.raises(ValueError, match=r"digest of the base is '[0-9a-f]+' there and '[0-9a-f]"):
         policy.load(folder)
     policy.close()

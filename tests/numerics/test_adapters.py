@@ -49,6 +49,19 @@ FULL = (
     Case("experts_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen3_moe", lora=ATTENTION),
     Case("qk_norm", 2, {"tensor": 2, "sequence": True}, model="qwen3"),
     Case("output_norms", 2, {"tensor": 2, "sequence": True}, model="gemma3"),
+    Case("fused_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="phi3"),
+    Case("fused_pp2", 2, {"pipeline": 2}, model="phi3"),
+    Case("first_dense_ep2", 2, {"expert": 2}, model="glm4_moe", lora=ATTENTION),
+    Case(
+        "first_dense_tp2_sp",
+        2,
+        {"tensor": 2, "sequence": True},
+        model="glm4_moe",
+        lora=ATTENTION,
+    ),
+    Case("sinks_ep2", 2, {"expert": 2}, model="gpt_oss", lora=ATTENTION),
+    Case("sinks_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="gpt_oss", lora=ATTENTION),
+    Case("sinks_pp2", 2, {"pipeline": 2}, model="gpt_oss", lora=ATTENTION),
     Case("heads_norm", 2, {"tensor": 2, "sequence": True}, model="olmo3"),
 )
 BOUND = 2e-6  # relative, but of logits and logprobs, whose bound is in nats
@@ -86,13 +99,24 @@ def test_adapters_equal_transformers(case: Case, answers: Any) -> None:
             assert value <= (NATS if in_nats else BOUND), f"{key}: {value}"
 
 
-def test_checkpoint_of_another_base_is_refused(hf_models: Path, tmp_path: Path) -> None:
-    other = zoo.save_tiny_model("llama", tmp_path / "other", seed=8)
-    call(1, other_base, hf_models / "llama", other, tmp_path / "checkpoints" / "step_000001")
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("llama", {}),
+        pytest.param("phi3", {}, marks=pytest.mark.full),
+        pytest.param("glm4_moe", ATTENTION, marks=pytest.mark.full),
+    ],
+)
+def test_checkpoint_of_another_base_is_refused(
+    name: str, lora: dict[str, Any], hf_models: Path, tmp_path: Path
+) -> None:
+    other = zoo.save_tiny_model(name, tmp_path / "other", seed=8)
+    folder = tmp_path / "checkpoints" / "step_000001"
+    call(1, other_base, hf_models / name, other, folder, LORA | lora)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_5_vl"])
 def test_peft_reads_what_is_written(
     name: str, hf_models: Path, seeing_models: Path, tmp_path: Path
 ) -> None:

@@ -29,9 +29,13 @@ from tests.ranks import call
 STEP_0 = "step_000000"
 STEP_2 = "step_000002"
 LORA = {"rank": 4}
+OF_ATTENTION = {"rank": 4, "targets": ["attention"]}
 CASES = {
     2: [
         Case("adapters", {"tensor": 2, "sequence": True}, lora=LORA),
+        Case("adapters_first_dense", {"expert": 2}, model="glm4_moe", lora=OF_ATTENTION),
+        Case("adapters_sinks", {"expert": 2}, model="gpt_oss", lora=OF_ATTENTION),
+        Case("adapters_fused", {"tensor": 2}, model="phi3", lora=LORA),
         Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
         Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
         Case("dp2", SHARDED),
@@ -69,6 +73,9 @@ WHOLE = [case for case in CASES[2] if not case.lora]  # checkpoints with all wei
 # Checkpoint of one case read into another layout (of 2 ranks).
 RESHAPES = [
     ("adapters", Case("pp2", {"pipeline": 2}, lora=LORA)),
+    ("adapters_first_dense", Case("pp2", {"pipeline": 2}, model="glm4_moe", lora=OF_ATTENTION)),
+    ("adapters_fused", Case("pp2", {"pipeline": 2}, model="phi3", lora=LORA)),
+    ("adapters_sinks", Case("pp2", {"pipeline": 2}, model="gpt_oss", lora=OF_ATTENTION)),
     ("adapters_dp2", Case("dp2", SHARDED, lora=LORA)),
     ("tp2", Case("dp2", reference=True)),
     ("tp2", Case("pp2", {"pipeline": 2}, reference=True)),

@@ -110,7 +110,6 @@ def test_scales() -> None:
     ("change", "layout", "lora", "number_format", "says"),
     [
         ({"num_experts": 4}, {}, {"rank": 4}, "bf16", "experts"),
-        ({"num_dense_layers": 1}, {}, {"rank": 4}, "bf16", "first layers are dense"),
         ({}, {}, {"rank": 4}, "fp8_tensorwise", "FP8"),
         ({}, {"tensor": 4}, {"rank": 4}, "bf16", "parallel.tensor = 4 to a divisor of 2"),
         ({}, {}, {"path": "x"}, "bf16", "model.lora.path = x"),

@@ -100,9 +100,7 @@ def problems(path: Path, *overrides: str) -> list[str]:
 def test_what_is_refused(tmp_path: Path) -> None:
     olmo = save_tiny_model("olmo2", tmp_path / "olmo2")
     phi = save_tiny_model("phi3", tmp_path / "phi3")
-    assert problems(olmo) == problems(phi) == problems(olmo, "model.lora.rank=4") == []
+    assert problems(phi, "model.lora.rank=4") == problems(olmo, "model.lora.rank=4") == []
     (found,) = problems(olmo, "parallel.tensor=4")
     assert "parallel.tensor = 4: ranks that share a key-value head" in found
     assert "set it to at most 2" in found
-    (found,) = problems(phi, "model.lora.rank=4")
-    assert "adapters of Phi-3 and Phi-4 are not implemented" in found
