@@ -80,8 +80,8 @@ def _adapters(arch: Architecture) -> dict[str, LayerTensor]:
     found = {}
     for layer in range(arch.num_layers):
         for parameter in adapter_parameters(arch, layer):
-            start, *place = layer_place(arch, layer)
-            key = f"{start}.{parameter.slot.megatron}"
-            item = LayerTensor(parameter, key, key, *place, parameter.slot.shape)
+            layers, place, extent = layer_place(arch, layer)
+            key = f"{layers}.{parameter.slot.megatron}"
+            item = LayerTensor(parameter, key, key, place, extent, parameter.slot.shape)
             found[parameter.names[0]] = item
     return found
