@@ -10,7 +10,7 @@ import enum
 import io
 import pickle
 import struct
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
@@ -46,7 +46,11 @@ _INDEX_NAMES = {
 }
 # megatron-core before 0.16 wrote these subclasses, which add nothing that a reader needs.
 _OLDER = "megatron.core.dist_checkpointing.strategies.torch"
-_OLDER_NAMES = {(_OLDER, "MCoreMetadata"): Metadata, (_OLDER, "MCoreSavePlan"): SavePlan}
+_RENAMED = {
+    (_OLDER, "MCoreMetadata"): Metadata,
+    (_OLDER, "MCoreSavePlan"): SavePlan,
+    ("pathlib._local", "PosixPath"): PosixPath,  # so Python 3.13 writes it
+}
 # What unpickling raises where bytes have changed: an opcode may find an empty stack, a number that
 # was not noted, an argument that is cut off, or a function that does not take what it is given.
 _DAMAGED = (
@@ -79,8 +83,8 @@ class _Index(pickle.Unpickler):
     """Unpickles the index; any other name is an error."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OLDER_NAMES:
-            return _OLDER_NAMES[module, name]
+        if (module, name) in _RENAMED:
+            return _RENAMED[module, name]
         # Python 3.12 and newer write a member of an enum so.
         if (module, name) == ("builtins", "getattr"):
             return _enum_member

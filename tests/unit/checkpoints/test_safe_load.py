@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,17 @@ def checkpoint(tmp_path) -> Path:
 def test_a_checkpoint_of_torch_passes(checkpoint):
     safe_load.check_files(checkpoint)
     assert list(CheckpointReader(checkpoint).metadata.state_dict_metadata) == ["weight"]
+
+
+def test_a_path_is_read_as_every_python_writes_it(checkpoint):
+    index = checkpoint / ".metadata"
+    with index.open("rb") as file:
+        stored = pickle.dumps(pickle.load(file), protocol=2)
+    here = re.search(rb"cpathlib(\._local)?\nPosixPath\n", stored)
+    assert here, "the index names a path"
+    for module in (b"pathlib", b"pathlib._local"):
+        index.write_bytes(stored.replace(here[0], b"c" + module + b"\nPosixPath\n"))
+        assert list(CheckpointReader(checkpoint).metadata.state_dict_metadata) == ["weight"]
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
