@@ -5,7 +5,7 @@
 #
 # Makes DIR (default: .venv in the repository) and installs this project there, editable, with the extra `cpu` and every EXTRA named
 # (`test`). Does nothing when DIR already holds just that. The extras of setup.py; exact versions from tools/constraints_cpu.txt.
-# Without --python: the first of python3, python3.11 and python3.12 that will do.
+# Without --python: the first of python3, python3.11, python3.12 and python3.13 that will do.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -27,13 +27,13 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-will_do() { "$1" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" 2>/dev/null; }
-for name in python3 python3.11 python3.12; do
+will_do() { "$1" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))" 2>/dev/null; }
+for name in python3 python3.11 python3.12 python3.13; do
     [ -n "$python" ] || ! will_do "$name" || python=$name
 done
 python=${python:-python3}
 will_do "$python" ||
-    fail "$python ($("$python" --version 2>&1 | head -n 1)) cannot be used: Python 3.11 or 3.12 is needed. Name one with --python EXE."
+    fail "$python ($("$python" --version 2>&1 | head -n 1)) cannot be used: Python 3.11, 3.12 or 3.13 is needed. Name one with --python EXE."
 
 # What decides the content of the environment. `extras` is kept apart: an environment with more extras serves a request for fewer.
 key=$(cd "$repo" && { "$python" --version; pwd; cat setup.py tools/setup_cpu.sh tools/constraints_cpu.txt; } | sha256sum | cut -d' ' -f1)
