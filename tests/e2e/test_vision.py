@@ -88,18 +88,24 @@ def train(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
+        ("qwen2_5_vl", ()),
         ("qwen3_vl", ()),
         ("qwen3_vl", ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2")),
         ("qwen3_vl_moe", ("parallel.tensor=1", "parallel.expert=2")),
+        (
+            "qwen3_5_vl",
+            ("parallel.tensor=2", "parallel.sequence=true", "rollout.tensor=2", *IN_BF16),
+        ),
         ("qwen3_5_moe_vl", ("parallel.tensor=1", "parallel.expert=2", *IN_BF16)),
     ],
-    ids=["data", "tensor", "experts", "delta"],
+    ids=["2.5", "data", "tensor", "experts", "delta", "delta-experts"],
 )
-def test_durian_with_qwen3_vl(folder, family, layout):
+def test_durian_of_each_family(folder, family, layout):
     """After every update the engine's logprobs of what it samples are those of the policy."""
-    path = folder / f"deep{len(layout)}"
+    path = folder / f"{family}{len(layout)}"
     shutil.copytree(folder / "model", path / "model")
-    with_deep_tower(path / "model", AutoConfig.from_pretrained(path / "model"), family)
+    if family != "qwen2_5_vl":
+        with_deep_tower(path / "model", AutoConfig.from_pretrained(path / "model"), family)
     found = train(folder, f"{path.name}_run", 20, f"model.path={path / 'model'}", *layout)
     steps = [row for row in found if row["step"]]
     largest = max(row["mismatch/logprob_abs_diff_max"] for row in steps)

@@ -84,7 +84,7 @@ _LISTED = [
     _case("phi3", 2, distributed_optimizer=True, full=True),
     _case("olmo2", 1, full=True),
     _case("olmo2", 2, tensor=2, full=True),
-    _case("olmo3", 1),
+    _case("olmo3", 1, full=True),
     _case("olmo3", 2, tensor=2, sequence=True),
     _case("olmo3", 2, tensor=2, sequence=True, recompute="selective", full=True),
     _case("olmo3", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),

@@ -144,6 +144,7 @@ def test_every_stand_in_is_listed_and_tried():
     assert tried == set(STAND_INS)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
 def test_schedules_alone_want_triton():
     """What ``megatron_rl.policy`` puts in place of kernels may go when they do not."""

@@ -29,7 +29,9 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl"]
+)
 def test_the_engine_sees_with_the_tower_of_the_policy(
     output: Callable[[str], str], family: str, name: str
 ) -> None:

@@ -191,6 +191,7 @@ def test_the_model_is_shown_the_tools_of_a_server(program: Path) -> None:
     assert text == "[twice['number']][mixed][process][die][hang][limits]<user>1@"
 
 
+@pytest.mark.full
 def test_what_is_wrong_with_servers_is_found_at_the_start(program: Path, tmp_path: Path) -> None:
     (tmp_path / "own_tool.py").write_text(OWN)
     spec = f"{sys.executable} {program}"
