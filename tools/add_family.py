@@ -42,7 +42,7 @@ SKELETON = '''"""{architecture}: begin with {nearest}, and say here what differs
 from typing import Any
 
 from megatron_rl.models.base import Architecture, Family, refuse
-from megatron_rl.models.{module} import read as nearest
+from {module} import {reader} as nearest
 
 
 def read(hf: Any) -> Architecture:
@@ -150,10 +150,11 @@ def main() -> int:
     allowed = "".join(
         f'            "{key}": ({value!r},),\n'.replace("'", '"') for key, value in options.items()
     )
-    module = FAMILIES[nearest].read.__module__.removeprefix("megatron_rl.models.")
+    read = FAMILIES[nearest].read
+    names = dict(module=read.__module__, reader=read.__name__)
     print(f"\nmegatron_rl/models/{hf.model_type}.py, to begin with:\n")
     print(
-        SKELETON.format(architecture=architecture, nearest=nearest, module=module, options=allowed),
+        SKELETON.format(architecture=architecture, nearest=nearest, options=allowed, **names),
         end="",
     )
     return 0

@@ -63,8 +63,8 @@ def _merged(
         digests[name] = tensor_digest(weight)
         a, b = (f"{name.removesuffix('.weight')}.lora_{part}.weight" for part in "AB")
         if a in adapters:
-            of_b, of_a = (to_hf([adapters[each]], arch, reader.read)[each] for each in (b, a))
-            product = of_b.float() @ of_a.float()
+            of_b = to_hf([adapters[b]], arch, reader.read)[b]
+            product = of_b.float() @ reader.read(adapters[a]).float()
             # Rounded once, as by the policy.
             weight = weight.float().add(product, alpha=lora.scale).to(dtype)
         yield name, weight

@@ -82,7 +82,7 @@ def _load(library: Any, hf_set: HfSet) -> Any:
     if not any((folder / name).is_file() for name in _SAVED):
         return library.load_dataset(hf_set.name, hf_set.config, split=hf_set.split)
     saved = library.load_from_disk(str(folder))
-    # One split need not know its name.
+    # A single split may not know its name.
     splits = saved if isinstance(saved, dict) else {str(saved.split or hf_set.split): saved}
     if hf_set.split not in splits:
         raise ValueError(f"there are the splits {', '.join(splits)}, whole as they were saved")

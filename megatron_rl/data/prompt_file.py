@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import overload
 
 import pyarrow
 
@@ -35,7 +35,13 @@ class StoredPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         # A range knows negative places, steps and ends: of rows 10 to 19 [-1] is 19, [2:4] is the
         # range of 12 and 13.
         rows = range(self.start, self.stop)[index]

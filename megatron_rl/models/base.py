@@ -165,7 +165,8 @@ class Architecture(ModelSizes):
         gated_outputs: of attention, by rows of the query's matrix (each head's behind its query),
             and of the shared expert.
         rotary_share: of a head that is rotated.
-        attention_factor: of queries and of keys, by YaRN.
+        attention_factor: of queries and of keys, by YaRN; where ``local_rope_theta`` is, not in
+            layers of ``windowed``.
         local_rope_theta: base of the angles in the layers of ``windowed``; None: ``rope_theta``.
         query_scalar: scores are divided by its square root; None: by that of ``head_dim``.
         window: how many tokens a query sees in the layers of ``windowed``, itself included.
@@ -275,7 +276,7 @@ def common(hf: Any, **more: Any) -> Architecture:
     """The fields every family shares, plus ``more``; refuses other activations and rotary types."""
     refuse(hf, {"hidden_act": ("silu",)})
     rope = dict(hf.rope_parameters)
-    rope = rope.get("full_attention", rope)  # by kind of layer, in Gemma 3
+    rope = rope.get("full_attention", rope)  # by kind of layer: Gemma 3, OLMo 3
     if rope["rope_type"] == "dynamic":
         raise ValueError(
             f"config.json of {hf.model_type}: rope type is 'dynamic', whose angles depend on the"

@@ -18,10 +18,10 @@ from megatron_rl.models.base import (
 def read(hf: Any) -> Architecture:
     refuse(hf, {"attention_bias": (False,)})
     of_heads = (("q", hf.num_attention_heads), ("k", hf.num_key_value_heads))
-    head_dim = hf.hidden_size // hf.num_attention_heads
+    dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     norms = tuple(
-        Slot(f"self_attention.{x}_norm.weight", "rows", (f"self_attn.{x}_norm.weight",), (n,))
-        for x, n in ((x, heads * head_dim) for x, heads in of_heads)
+        Slot(f"self_attention.{x}_norm.weight", "rows", (f"self_attn.{x}_norm.weight",), (n * dim,))
+        for x, n in of_heads
     )
     norms += tuple(
         Slot(f"{megatron}_bda.norm.weight", "whole", (f"post_{name}_layernorm.weight",))

@@ -10,8 +10,7 @@ from megatron_rl.models.base import Architecture
 def family_problems(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> list[str]:
-    """What of the settings does not suit a model with, or without, a tower, with latent attention,
-    or with what FP8 has not been tried with: key, value, remedy."""
+    """What of the settings does not suit the model, adapters aside."""
     problems = []
     for there, what in (
         (arch.latent, "latent attention"),
@@ -64,7 +63,7 @@ def _deep_problems(arch: Architecture, num_deep: int, parallel: ParallelConfig) 
 def adapter_problems(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> list[str]:
-    """What does not go with adapters: key, value, remedy."""
+    """What does not go with adapters."""
     if model.lora.rank is None:
         if model.lora.path is None:
             return []

@@ -39,11 +39,12 @@ def layer_activations(
     with torch's norm and attention).
 
     Per token: for each of two norms, or four, its input and its output (unfused, in 16 bits: the
-    input twice in float32, and the output), latent vectors before and after their norms, queries,
-    keys, values and the attention's output (unfused: that twice, and the rotary tables), and
-    ``feed_forward_activations``. Tensor ranks share what they split; with sequence parallelism also
-    the norms. Full recomputation keeps the layer's input only. With selective recomputation fused
-    layers run the second norm again too, and keep its input only.
+    input twice in float32, and the output), latent vectors before and after their norms, likewise
+    queries and keys where there is one norm over all heads, queries, keys, values and the
+    attention's output (unfused: that twice, and the rotary tables), ``feed_forward_activations``.
+    Tensor ranks share what they split; with sequence parallelism also the norms. Full recomputation
+    keeps the layer's input only. With selective recomputation fused layers run the second norm
+    again too, and keep its input only.
     """
     tensor = parallel.tensor
     shared = tensor if parallel.sequence else 1
@@ -53,7 +54,7 @@ def layer_activations(
     if not fused and element < FLOAT32_BYTES:
         norm_bytes = 2 * FLOAT32_BYTES + element
     norms = 2 * (arch.input_norms + arch.output_norms) * arch.hidden_size * norm_bytes / shared
-    if parallel.recompute == "selective" and fused:
+    if parallel.recompute == "selective" and fused and arch.input_norms:
         norms -= arch.hidden_size * element / shared
     query_widths = 2 if fused else 3
     query_widths += 2 * arch.gated_outputs  # the gate, and what it multiplies

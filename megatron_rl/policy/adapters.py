@@ -71,11 +71,13 @@ class Adapter(torch.nn.Module):
         self.scale = scale
         self.enabled = True
         self._cut = {}
+        self._halves: str | None = None  # a B whose rows are those of gate, then those of up
         for slot, size in zip(slots, sizes, strict=True):
             name = slot.megatron.rsplit(".", 1)[-1]
             parameter = torch.nn.Parameter(torch.zeros(size))
             if slot.kind in _AXES:
                 self._cut[name] = _AXES[slot.kind]
+                self._halves = name if slot.kind == "gate_up" else self._halves
             else:
                 cast(Any, parameter).sequence_parallel = host.sequence_parallel
             self.register_parameter(name, parameter)
@@ -136,9 +138,9 @@ class Adapter(torch.nn.Module):
             tp_group=self.host.group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        if self.host.kind == "gate_up" and len(self.pairs) == 1:
-            # Halves of each rank, which are halves of the whole in other layouts.
-            key = f"{prefix}{list(self._cut)[-1]}"
+        if self._halves is not None:
+            # Those of each rank are halves of the whole in other layouts.
+            key = f"{prefix}{self._halves}"
             state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
         return state
 

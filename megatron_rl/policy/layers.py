@@ -88,7 +88,8 @@ def layer_spec(
         )
         norm: Any = TENorm
         if bare:
-            # Adapters want the inputs after the norm, which a fused layer keeps to itself.
+            # There is no norm, or adapters want what comes behind it, which a fused layer keeps to
+            # itself.
             layer.submodules.input_layernorm = norm
             layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
             if experts is None:  # else they have no adapters, and a norm of their own

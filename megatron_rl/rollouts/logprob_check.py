@@ -59,10 +59,9 @@ def check_sequences(
         if len(prompt.token_ids) > 1 and not prompt.images
     ]
     pictures = [
-        # The number of tokens up to the last one of an image.
-        CheckSequence(ids, len(ids) - ids[::-1].index(image_token_id), prompt.images)
+        CheckSequence(prompt.token_ids, _last(prompt.token_ids, image_token_id) + 1, prompt.images)
         for prompt in prompts
-        if prompt.images and (ids := prompt.token_ids)[-1] != image_token_id
+        if prompt.images and prompt.token_ids[-1] != image_token_id
     ]
     if not texts and not pictures:
         raise ValueError(
@@ -70,6 +69,11 @@ def check_sequences(
             " text tokens; set it to 0 or fix data.train"
         )
     return [*pictures[: NUM_SEQUENCES // 2], *texts][:NUM_SEQUENCES]
+
+
+def _last(token_ids: Sequence[int], wanted: int | None) -> int:
+    """The last place of ``wanted``."""
+    return max(place for place, token in enumerate(token_ids) if token == wanted)
 
 
 @dataclass

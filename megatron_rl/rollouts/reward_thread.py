@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from megatron_rl.protocols import Reward
 from megatron_rl.rollouts.environments.outcomes import Outcome, last_turn
@@ -87,10 +87,15 @@ class RewardThread(BatchThread[Unscored, tuple[Unscored, Score]]):
     """
 
     def __init__(
-        self, reward: Reward, decode: Callable[[Sequence[int]], str], **calls: Any
+        self,
+        reward: Reward,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        at_most: int | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
-        """``calls``: ``at_most`` and ``wake``, see ``BatchThread``."""
-        super().__init__(self._score, "reward", **calls)
+        """``at_most``: responses in a call; ``wake``: called by the thread when some are scored."""
+        super().__init__(self._score, "reward", at_most=at_most, wake=wake)
         self._reward = reward
         self._decode = decode
 

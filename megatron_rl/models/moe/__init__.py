@@ -1,1 +1,1 @@
-"""Families with experts in all layers but perhaps the first ones."""
+"""Families with experts in all layers, or all but the first few."""

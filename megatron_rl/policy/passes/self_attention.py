@@ -1,5 +1,5 @@
-"""megatron's self-attention with what some families do otherwise: a second rotary base, a norm over
-all heads."""
+"""megatron's self-attention with what some families do differently: a second rotary base, a norm
+over all heads."""
 
 from copy import copy
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class TwoBasesAttention(SelfAttention):
-    """Of a model whose layers with windows have a rotary base of their own, and plain angles.
+    """Of a model whose angles in layers with windows are plain, with a base of their own.
 
     Angles of a token are those of the other base and those of this one, and both once more:
     megatron repeats the frequencies that it is given. ``window_scale``: of scores in layers with
@@ -44,11 +44,9 @@ class HeadsNorm(torch.nn.Module):
 
     def __init__(self, config: Any, heads: int, group: Any) -> None:
         super().__init__()
-        self.group, self.eps, self.size = (
-            group,
-            config.layernorm_epsilon,
-            heads * config.kv_channels,
-        )
+        self.group = group
+        self.eps = config.layernorm_epsilon
+        self.size = heads * config.kv_channels
         weight = torch.empty(self.size // group.size(), dtype=config.params_dtype)
         self.weight = torch.nn.Parameter(weight)
 

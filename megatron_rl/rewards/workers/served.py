@@ -83,7 +83,8 @@ class ServedReward:
                 problem = f"no reward within {self._limit_s:g} s (reward.function_timeout_s)"
                 raise ServerError(problem) from None
 
-        return await asyncio.gather(*map(in_time, tasks, responses), return_exceptions=True)
+        given = zip(tasks, responses, strict=True)
+        return await asyncio.gather(*(in_time(*each) for each in given), return_exceptions=True)
 
     def _text(self, task: Task, response: str) -> str:
         values = {"prompt": task.text, "answer": task.answer, "response": response}

@@ -139,8 +139,9 @@ class WorkerServer:
             )
         weakref.finalize(self, _end, self._control, self._process)
         assert self._process.stdin is not None
+        setup = pickle.dumps(self._setup)
         with contextlib.suppress(OSError), self._process.stdin as stdin:
-            pickle.dump(self._setup, stdin)  # where it died at once, the next message shows it
+            stdin.write(setup)  # where it died at once, the next message shows it
         return self._control
 
     def _forget(self) -> None:

@@ -51,8 +51,7 @@ def main(control: socket.socket) -> None:
             # A name of its own, so that it lives until the exit: a client that is dropped before,
             # with its connections to a judge open, complains on stderr.
             judge = judge or _judge(setup)
-            # The trainer has ended, perhaps in the middle of a request.
-            with suppress(ConnectionError, EOFError, pickle.UnpicklingError):
+            with suppress(ConnectionError):  # the trainer has ended
                 _serve(lane, judge)
             os._exit(0)
         lane.close()
@@ -68,7 +67,11 @@ def _serve(lane: socket.socket, judge: Any) -> None:
     while requests.peek(1):  # empty: the trainer has closed it
         replies: list[dict[str, Any]] = []
         sent_at = time.monotonic()
-        for item in pickle.load(requests):
+        try:
+            items = pickle.load(requests)
+        except (EOFError, pickle.UnpicklingError):  # it has ended in the middle of a request
+            return
+        for item in items:
             replies.append(judge.verify(*item))
             sys.stdout.flush()  # what the user's code has printed
             last = bool(replies[-1].get("last"))
@@ -106,5 +109,6 @@ def _judge(setup: PoolSetup) -> Any:
 if __name__ == "__main__":
     try:
         main(socket.socket(fileno=int(sys.argv[1])))
-    except (ConnectionError, EOFError):  # the trainer has ended, perhaps before this was ready
+    except (ConnectionError, EOFError, pickle.UnpicklingError):
+        # The trainer has ended, perhaps before this was ready.
         sys.exit(0)

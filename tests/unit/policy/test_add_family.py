@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Llama4TextConfig, Olmo2Config, SeedOssConfig
+from transformers import Llama4TextConfig, Olmo2Config, Phi3Config, SeedOssConfig
 
 from megatron_rl.models.parameter_map import hf_names
 from tests.launch import REPO
@@ -46,13 +46,19 @@ def test_an_unknown_architecture_gets_a_file_that_reads_it(tmp_path: Path) -> No
 
 
 def test_what_no_family_has_is_named(tmp_path: Path) -> None:
-    """OLMo 2 has its norms behind attention and feed-forward part."""
-    Olmo2Config(**SIZES, architectures=["Olmo2ForCausalLM"]).save_pretrained(tmp_path)
+    """A model with the norms of OLMo 2: behind attention and feed-forward part."""
+    Olmo2Config(**SIZES, architectures=["NewForCausalLM"]).save_pretrained(tmp_path)
     (nearest,) = [line for line in ask(tmp_path).splitlines() if line.startswith("  Qwen3For")]
     assert nearest.split(": ", 1)[1] == (
         "lacks model.layers.*.input_layernorm.weight; does not know"
         " model.layers.*.post_feedforward_layernorm.weight"
     )
+
+
+def test_the_skeleton_begins_with_the_reader_of_the_nearest(tmp_path: Path) -> None:
+    """Three families stand in one file."""
+    Phi3Config(**SIZES, pad_token_id=0, architectures=["NewForCausalLM"]).save_pretrained(tmp_path)
+    assert "from megatron_rl.models.llama import read_phi as nearest\n" in ask(tmp_path)
 
 
 def test_what_all_refuse_gets_no_skeleton(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ names of experts in both layouts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.policy import layers, model
 from megatron_rl.policy.activations import selective_modules
+from megatron_rl.policy.passes.self_attention import NormedTwoBasesAttention
 from megatron_rl.policy.state import weights
 from tests.numerics.policy_cases import parallel
 from tests.unit.small_models import DENSE, EXPERTS, experts, precision
@@ -99,6 +102,27 @@ def test_layers_with_adapters_have_their_norms_apart(
     config = model.transformer_config(DENSE, parallel(), precision())
     parts = layers.layer_spec(config, None, bare=True)[0].submodules
     assert parts.input_layernorm is parts.pre_mlp_layernorm is extension.TENorm
+    linear = extension.TEColumnParallelLinear
+    assert parts.self_attention.submodules.linear_qkv is linear
+    assert parts.mlp.keywords["submodules"].linear_fc1 is linear
+
+
+def test_layers_without_a_norm_before_their_parts(
+    engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OLMo 3: norms behind them, and attention with norms and angles of its own."""
+    layer = layers.get_gpt_layer_local_spec()
+    monkeypatch.setattr(layers, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
+    monkeypatch.setattr(layers, "get_transformer_layer_offset", lambda *_: 0)
+    monkeypatch.setattr(layers, "get_num_layers_to_build", lambda *_, **__: 1)
+    more: Any = dict(input_norms=False, output_norms=True, heads_norm=True, local_rope_theta=1e4)
+    arch = replace(DENSE, **more)
+    config = model.transformer_config(arch, parallel(), precision())
+    parts = layers.block_spec(config, arch, None).layer_specs[0].submodules
+    assert parts.input_layernorm is parts.pre_mlp_layernorm is IdentityOp
+    assert parts.mlp_bda.params["norm"] is extension.TENorm
+    assert parts.self_attention.module is NormedTwoBasesAttention
+    assert parts.self_attention.params["window_scale"] == DENSE.head_dim**-0.5
     linear = extension.TEColumnParallelLinear
     assert parts.self_attention.submodules.linear_qkv is linear
     assert parts.mlp.keywords["submodules"].linear_fc1 is linear
