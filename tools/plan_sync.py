@@ -134,6 +134,24 @@ PRESETS = {
         norm_topk_prob=True,
         routed_scaling_factor=2.5,
     ),
+    "kimi-k2": _sizes(
+        *("kimi_k2", "DeepseekV3ForCausalLM", 61, 7168, 18432, 64, 64, 163840),
+        **deepseek_v3.ROUTER,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=2048,
+        n_routed_experts=384,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.827,
+    ),
 }
 
 

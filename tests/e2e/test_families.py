@@ -55,6 +55,7 @@ BALANCED = (
 )
 NATS = {
     "moonlight": 3e-5,
+    "kimi": 3e-5,
     "olmo3": 3e-5,  # one token 1.1e-5, else below 2e-6
     "quantized": 3e-5,
     # bfloat16, in which a token may visit other experts; see the mean
@@ -192,6 +193,9 @@ def write_model(family: str, path: Path) -> None:
     model.save_pretrained(path)
     if family == "quantized":
         quantize(path)
+    if family == "kimi":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
 
 
 def quantize(path: Path) -> None:
@@ -223,6 +227,7 @@ def quantize(path: Path) -> None:
         ("deepseek_v3", TENSOR),
         ("deepseek_v3", (*EXPERT, *BALANCED)),
         ("moonlight", EXPERT),
+        ("kimi", EXPERT),
         ("gemma3", (*TENSOR, LONG)),
         ("gemma3", (*CONTEXT, LONG)),
         *((family, TENSOR) for family in ("qwen2", "qwen3", "llama", "phi3")),
@@ -254,6 +259,7 @@ def quantize(path: Path) -> None:
         "deepseek-tensor",
         "deepseek-expert",
         "moonlight-expert",
+        "kimi-expert",
         "gemma-tensor",
         "gemma-context",
         *("qwen2-tensor", "qwen3-tensor", "llama-tensor", "phi-tensor", "mistral-window"),

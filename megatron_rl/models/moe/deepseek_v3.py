@@ -1,11 +1,13 @@
-"""DeepSeek-V3 and R1, Moonlight: latent attention; first layers dense, then experts beside a shared
-one, chosen by sigmoids and a bias among the best groups.
+"""DeepSeek-V3 and R1, Moonlight, Kimi K2: latent attention; first layers dense, then experts beside
+a shared one, chosen by sigmoids and a bias among the best groups.
 
 The norms of the latent vectors take ``rms_norm_eps``, as in vLLM; transformers has 1e-6 there. The
 layer behind the last one of a checkpoint, which predicts further tokens, is left unread.
 """
 
 from typing import Any
+
+from transformers import AutoConfig, DeepseekV3Config
 
 from megatron_rl.models.base import Architecture, Family, LatentAttention, Slot, refuse
 from megatron_rl.models.moe.glm4_moe import with_shared_expert
@@ -46,6 +48,13 @@ def attention(hf: Any) -> tuple[Slot, ...]:
     )
 
 
+class KimiK2Config(DeepseekV3Config):
+    """Kimi K2 has another name for the same, which transformers does not know; vLLM does."""
+
+    model_type = "kimi_k2"
+
+
+AutoConfig.register(KimiK2Config.model_type, KimiK2Config, exist_ok=True)
 # Keys that published models have, and transformers does not write.
 ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
@@ -77,6 +86,7 @@ def read(hf: Any) -> Architecture:
     return with_shared_expert(
         hf,
         BLOCK_NORMS + attention(hf),
+        family=DeepseekV3Config.model_type,
         qk_norm=True,
         latent=LatentAttention(
             query_rank=hf.q_lora_rank,

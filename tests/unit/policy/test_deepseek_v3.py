@@ -31,6 +31,23 @@ def test_parameters_of_the_published_model() -> None:
     assert counts.total == dense + sparse + 2 * 129280 * hidden + hidden == 671_026_419_200
 
 
+def test_kimi_k2_is_read_by_its_own_name(tmp_path: Path) -> None:
+    """1.03 T parameters by hand: 64 heads, 384 experts and a shared one in 60 of 61 layers."""
+    hidden, expert, heads = 7168, 3 * 7168 * 2048, 64
+    queries = hidden * 1536 + 1536 + 1536 * heads * 192
+    attention = queries + hidden * 576 + 512 + 512 * heads * 256 + heads * 128 * hidden
+    dense = attention + 2 * hidden + 3 * hidden * 18432
+    sparse = 60 * (attention + 2 * hidden + 385 * expert + 384 * hidden + 384)
+    (counts,) = stage_counts(architecture("kimi-k2"), parallel(), 1)
+    assert counts.total == dense + sparse + 2 * 163840 * hidden + hidden == 1_026_408_232_448
+    path = zoo.save_tiny_model("moonlight", tmp_path / "model")
+    arch, _ = read_architecture(path)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"deepseek_v3"', '"kimi_k2"'))
+    again, hf = read_architecture(path)
+    assert (again, hf.model_type) == (arch, "kimi_k2")
+
+
 def test_an_engine_keeps_one_latent_vector_of_a_token() -> None:
     """On every tensor rank; heads of their own would be 2 * 128 * 192 numbers in place of 576."""
     rollout = engine_config(dtype="bfloat16", tensor=8)

@@ -65,7 +65,7 @@ def test_disaggregated_rollout_receives_everything(
     assert got["bytes_across_nodes"] == got["lower_bound"] == 4344 and got["bytes_local"] == 0
 
 
-OF_FULL_TIER = ("qwen3-next-80b", "qwen3.5-9b", "gpt-oss-20b", "glm-4.5", "32b", "72b")
+OF_FULL_TIER = ("kimi-k2", "qwen3-next-80b", "qwen3.5-9b", "gpt-oss-20b", "glm-4.5", "32b", "72b")
 
 
 @pytest.mark.parametrize(
