@@ -15,7 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.loss import Method
 from megatron_rl.models import read_architecture
 from megatron_rl.models.adapters import with_adapters
-from megatron_rl.models.problems import adapter_problems
+from megatron_rl.models.problems import adapter_problems, family_problems
 from megatron_rl.planning import memory
 from megatron_rl.planning.engine_memory import GIB, EngineMemory
 from megatron_rl.planning.memory import workload
@@ -62,7 +62,8 @@ def plan(
     arch = with_adapters(base, config.model.lora)
     if impossible := layout_problems(arch, config.parallel, world_size):
         raise ConfigError(impossible, "the layout")
-    if refused := adapter_problems(base, config.model, config.parallel, config.precision):
+    sections = (config.model, config.parallel, config.precision)
+    if refused := [*family_problems(base, *sections), *adapter_problems(base, *sections)]:
         raise ConfigError(refused, "the model")
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     load = workload(
