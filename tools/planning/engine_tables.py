@@ -93,7 +93,7 @@ class ModelShape:
             input_norms=arch.input_norms,
             output_norms=arch.output_norms,
             heads_norm=arch.heads_norm,
-            fused=arch.family == "phi3",
+            fused=any(slot.kind == "qkv" and len(slot.hf) == 1 for slot in arch.layer_slots),
             experts=arch.num_experts,
             moe_ffn=arch.expert_ffn_hidden_size,
             shared_ffn=arch.shared_ffn_hidden_size,

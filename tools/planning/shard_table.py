@@ -40,21 +40,27 @@ def expand(groups: Iterable[ShardGroup]) -> list[Shard]:
 def in_fused_tensors(groups: Iterable[ShardGroup], rows: Mapping[str, int]) -> list[ShardGroup]:
     """The groups for files that keep query, key and value in one tensor, and gate and up in one
     (Phi-3). ``rows``: how many each of q_proj, k_proj, v_proj, gate_proj and up_proj has."""
+    places = {}  # of a part: the fused tensor, its rows, and those above the part
+    for fused, parts in (
+        ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        ("gate_up_proj", ("gate_proj", "up_proj")),
+    ):
+        total = sum(rows[part] for part in parts)
+        for number, part in enumerate(parts):
+            places[part] = (fused, total, sum(rows[above] for above in parts[:number]))
     found = []
     for group in groups:
-        shard, names = group.shard, group.names
-        for fused, parts in (
-            ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            ("gate_up_proj", ("gate_proj", "up_proj")),
-        ):
-            for number, part in enumerate(parts):
-                if f".{part}." not in names[0]:
-                    continue
-                above = sum(rows[other] for other in parts[:number])
-                full = (sum(rows[each] for each in parts), *shard.full[1:])
-                start = (above + shard.start[0], *shard.start[1:])
-                shard = replace(shard, full=full, start=start)
-                names = tuple(name.replace(part, fused) for name in names)
+        part = next((part for part in places if f".{part}." in group.names[0]), None)
+        if part is None:
+            found.append(group)
+            continue
+        fused, total, above = places[part]
+        shard = replace(
+            group.shard,
+            full=(total, *group.shard.full[1:]),
+            start=(above + group.shard.start[0], *group.shard.start[1:]),
+        )
+        names = tuple(name.replace(part, fused) for name in group.names)
         found.append(ShardGroup(names, group.keys, shard))
     return found
 
