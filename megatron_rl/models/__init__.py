@@ -16,9 +16,10 @@ from megatron_rl.models.vision import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 _DENSE = (gemma3, qwen2, qwen3)
 _OF_EXPERTS = (deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe, qwen3_next)
 _SEEING = (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
-_OF_ONE_FILE = (*llama.FAMILIES, *olmo.FAMILIES, *qwen3_5.FAMILIES)
-_ALONE = [module.FAMILY for module in (*_DENSE, *_OF_EXPERTS, *_SEEING)]
-FAMILIES = {family.architecture: family for family in (*_ALONE, *_OF_ONE_FILE)}
+# Of these files each has several.
+_SEVERAL = (*llama.FAMILIES, *olmo.FAMILIES, *qwen3_5.FAMILIES)
+_ONE_EACH = [module.FAMILY for module in (*_DENSE, *_OF_EXPERTS, *_SEEING)]
+FAMILIES = {family.architecture: family for family in (*_ONE_EACH, *_SEVERAL)}
 
 __all__ = [
     "FAMILIES",

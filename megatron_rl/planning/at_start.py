@@ -1,7 +1,7 @@
 """The memory plan at the start of a run: logged, and enforced, before anything is built."""
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def _with_teachers(config: Config, stage: memory.StageMemory) -> memory.StageMem
 def _with_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
     """No engine; in its place, in lockstep what ``WeightHistory`` holds."""
     held = config.source.staleness > 0 and config.source.schedule == "lockstep"
-    no_engine = dict.fromkeys(EngineMemory.__annotations__, 0)
+    no_engine = {each.name: 0 for each in fields(EngineMemory)}
     weights = NUM_VERSIONS * stage.weights if held else 0
     return replace(stage, **no_engine | {"engine_weights": weights})
 
