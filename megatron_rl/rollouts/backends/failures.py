@@ -36,6 +36,12 @@ class RequestFailures:
     _of_server: Counter[str] = field(default_factory=Counter)  # since its last answer
     _at_request: dict[Asked, set[str]] = field(default_factory=dict)  # servers
 
+    @property
+    def fatal(self) -> list[str]:
+        """The uids of prompts that end the run."""
+        found = self._at_request.items()
+        return sorted({uid for (uid, _), servers in found if len(servers) >= MOST_SERVERS})
+
     def answered(self, server: str, asked: Asked) -> None:
         self._of_server.pop(server, None)
         self._at_request.pop(asked, None)
@@ -50,11 +56,9 @@ class RequestFailures:
         """A server was lost at work; it had these. Raises PromptFailureError."""
         for asked in requests:
             self._at_request.setdefault(asked, set()).add(server)
-        found = self._at_request.items()
-        worst = sorted({uid for (uid, _), servers in found if len(servers) >= MOST_SERVERS})
-        if not worst:
+        if not self.fatal:
             return
-        shown = ", ".join(first_few(worst, _SHOWN))
+        shown = ", ".join(first_few(self.fatal, _SHOWN))
         raise PromptFailureError(
             f"prompt {shown}: {MOST_SERVERS} servers, one after the other, have failed while"
             f" they had the same request to it; the last one: {why}. Look"

@@ -242,7 +242,7 @@ class ServerBackend:
         return [self._training] if self._besides is None else [self._training, self._besides]
 
     def _turn(self) -> None:
-        if self._thread.has_failed:
+        if self._thread.has_failed or self._fleet.failures.fatal:
             return  # the run ends: a prompt that has ended three servers goes to no other
         if self._fleet.asked_turns is not None:
             self._fleet.asked_turns.take()
@@ -329,10 +329,10 @@ class ServerBackend:
                 self._mark_dead(name, str(error))
             return
         is_at_work = not isinstance(error, ServerUnreachableError)
+        if is_at_work:  # before the turn in which another server gets the request
+            failures.broke_off(name, [asked], str(error))
         if name in self._clients:
             self._mark_dead(name, str(error), is_at_work=is_at_work)
-        if is_at_work:
-            failures.broke_off(name, [asked], str(error))
 
     def _mark_dead(self, name: str, why: str, *, is_at_work: bool = False) -> None:
         """Forgets a server; others do what it had to do. ``is_at_work``: perhaps this ended it."""

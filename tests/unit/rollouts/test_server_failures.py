@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megatron_rl.rollouts.backends.failures import PromptFailureError, RequestFailures
 from megatron_rl.types import Sampling
 from tests.unit.rollouts.server_fakes import (
+    RULES,
     Fleet,
     answers,
     contents_of,
@@ -24,13 +26,25 @@ Q = ("q", 1)
 
 
 def test_a_prompt_that_ends_every_server_ends_the_run_by_its_name(start) -> None:
-    """Its two responses may be on two servers at a time: five at most are lost."""
+    """Its two responses may be on two servers at a time: two servers for each, the one that is the
+    third for either, and the one that has the other response then."""
     fleet = Fleet(registered=set(NAMES), poison="p3")
     dispatcher = start_published(start, fleet)
     with pytest.raises(PromptFailureError, match=r"p3.*3 servers, one after .*is dead.*resume"):
         for number in count(1):
             step(dispatcher, fleet, number)
-    assert fleet.registered, "it ends before all are lost"
+    assert len(fleet.dead) <= 6
+
+
+def test_a_request_that_has_ended_three_servers_goes_to_no_fourth(start) -> None:
+    fleet = Fleet(registered=set(NAMES), poison="p3")
+    rules = replace(RULES, responses_per_group=1, staleness=0)
+    dispatcher = start_published(start, fleet, rules)
+    with pytest.raises(PromptFailureError):
+        for number in count(1):
+            step(dispatcher, fleet, number)
+    assert len(fleet.dead) == 3
+    assert sum(uid == "p3" for _, _, uid, _ in fleet.asked) == 3
 
 
 def test_a_held_out_prompt_that_ends_every_server_is_named(start) -> None:
