@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from jaxtyping import install_import_hook
 
@@ -41,6 +42,10 @@ assert not [name for name in sys.modules if name.startswith(TYPED_MODULES)], (
     "imported before their annotations could be checked"
 )
 install_import_hook(TYPED_MODULES, "beartype.beartype")
+
+# The machine may be busy with other tests.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 import megatron_rl.policy  # noqa: E402, F401 (what megatron needs of it before it is imported)
 

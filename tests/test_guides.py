@@ -118,7 +118,14 @@ def start(command: str, tree: Path) -> subprocess.CompletedProcess[str]:
     return run(here(command), LIMIT_S, env=env, cwd=tree, check=False)
 
 
-@pytest.mark.parametrize("page", sorted(GUIDES.glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        # The guide for attention trains and compares with transformers: half a minute.
+        pytest.param(page, marks=pytest.mark.full if page.stem == "attention" else (), id=page.stem)
+        for page in sorted(GUIDES.glob("*.md"))
+    ],
+)
 def test_a_guide_works_as_written(page: Path, tree: Path) -> None:
     num_commands = 0
     for command in follow(page.read_text(encoding="utf-8"), tree):

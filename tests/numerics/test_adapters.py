@@ -29,7 +29,6 @@ CORE = (
     Case("biases_tied_rslora", model="qwen2_tied", lora=dict(rslora=True)),
     Case("tp2_sp", 2, {"tensor": 2, "sequence": True}),
     Case("dp2_overlap", 2, OVERLAPPED),
-    Case("images_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen2_5_vl"),
     Case("experts_ep2", 2, {"expert": 2}, model="qwen3_moe", lora=ATTENTION),
 )
 FULL = (
@@ -44,6 +43,7 @@ FULL = (
     Case("selective", 2, {"recompute": "selective", "tensor": 2, "sequence": True}),
     Case("deep_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen3_vl"),
     Case("deep_experts_ep2", 2, {"expert": 2}, model="qwen3_vl_moe", lora=ATTENTION),
+    Case("images_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen2_5_vl"),
     Case("images_pp2", 2, {"pipeline": 2}, model="qwen2_5_vl"),
     Case("images_run_again", 2, {"recompute": "full"}, model="qwen2_5_vl_tied"),
     Case("experts_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen3_moe", lora=ATTENTION),

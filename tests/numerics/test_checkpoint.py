@@ -151,8 +151,8 @@ def written(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 OF_FULL_TIER = (
     *("tp2_bf16", "dp2", "dp2_bf16", "first_dense", "first_dense_bf16", "experts"),
-    *("delta_bf16", "sinks_bf16", "four_matrices", "fused_files"),
-    *("adapters_first_dense", "adapters_sinks"),
+    *("windows", "sinks", "delta_bf16", "sinks_bf16", "four_matrices", "fused_files"),
+    *("adapters_fused", "adapters_first_dense", "adapters_sinks"),
 )
 
 

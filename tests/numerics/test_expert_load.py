@@ -43,13 +43,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline, full": (2, dict(pipeline=2, recompute="full")),
 }
 MODELS = ("qwen3_moe", "glm4_moe")  # softmax; first layer dense, sigmoids and a bias
+CORE = ("tensor", "expert")  # of the core tier
 EACH = [
     pytest.param(
         name,
         model,
         id=f"{name}-{model}",
-        # What a layout adds is the same for both, so the core tier has all of one of them.
-        marks=pytest.mark.full if model == "qwen3_moe" and name not in ("tensor", "expert") else (),
+        marks=() if name in CORE else pytest.mark.full,
     )
     for name in LAYOUTS
     for model in MODELS

@@ -49,6 +49,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("number", MICROBATCHES)
 @pytest.mark.parametrize("kind", ["experts", "latent"])
+@pytest.mark.full
 def test_with_experts_only_their_sizes_are_waited_for(others, action, layers, number, kind):
     """Beside latent attention, whose angles are those of every token, the first layer is dense."""
     found = others[f"{layers} {kind}"][f"{action} {number}"]
@@ -62,7 +63,7 @@ def test_with_experts_only_their_sizes_are_waited_for(others, action, layers, nu
 @pytest.mark.parametrize("action", list(BUDGET))
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("number", MICROBATCHES)
-@pytest.mark.parametrize("kind", ["images", "fused"])
+@pytest.mark.parametrize("kind", [pytest.param("images", marks=pytest.mark.full), "fused"])
 def test_nothing_grows(request, action, layers, number, kind):
     """With images neither in the tower nor in layers, whose angles are those of every token; nor
     with the fused rotary embedding, also nothing that only a GPU refuses: a tensor of the host

@@ -28,7 +28,7 @@ def test_the_configuration_holds_the_text_that_was_given(text):
     assert compose("config", [as_override("run_dir", text)])["run_dir"] == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(alphabet="ab=,'\"\\${}~ ()[]:#%*\u00e9?!@&;|<>\n\t-+0.", max_size=12))
 @example("\\${a}\\\\")
 def test_any_text_is_read_back(text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
@@ -98,7 +98,6 @@ def test_shares_are_exact_and_a_small_source_is_passed_over_again():
     )
 
 
-@settings(deadline=None)
 @given(weights=st.lists(st.integers(1, 40), min_size=1, max_size=5), count=st.integers(1, 200))
 def test_no_source_is_a_whole_prompt_ahead_of_its_share(weights, count):
     sources = [named(str(number), 3) for number in range(len(weights))]

@@ -19,8 +19,8 @@ from tests.unit.loss.groups import evidence, flags, terms
 
 
 def holds(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The property is tried on 40 examples; no deadline, since the machine may be busy."""
-    return lambda prove: settings(max_examples=40, deadline=None)(given(*strategies)(prove))
+    """The property is tried on 40 examples."""
+    return lambda prove: settings(max_examples=40)(given(*strategies)(prove))
 
 
 OUTCOMES = st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=6)

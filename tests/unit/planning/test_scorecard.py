@@ -94,6 +94,7 @@ def test_a_row_has_its_source(kind: str, row: dict[str, Any]) -> None:
     assert set(row["published"]) == ({"seconds"} if kind == "syncs" else {"mean", "seconds"})
 
 
+@pytest.mark.full
 def test_the_strict_configuration_takes_every_row(tmp_path: Path) -> None:
     write_models(INPUTS, tmp_path)
     runs = [read_run(kind, row, INPUTS, tmp_path) for kind, row in ROWS]

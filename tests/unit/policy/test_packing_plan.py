@@ -23,7 +23,7 @@ from tests.unit.data.plain_packing import BY_TOKENS
 BUDGET = 64
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(1, BUDGET), max_size=40),
     ranks=st.integers(1, 4),
@@ -106,7 +106,7 @@ def test_a_row_over_the_budget_is_named():
 ROW = st.tuples(st.integers(1, 30), st.integers(1, BUDGET))  # cost, tokens of the budget
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     table=st.lists(ROW, max_size=40),
     ranks=st.integers(1, 6),
@@ -128,7 +128,7 @@ def work_of_ranks(plan, work) -> list[int]:
     return [sum(int(work[row]) for rows in rank for row in rows) for rank in plan]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, BUDGET), max_size=40),
     ranks=st.integers(1, 5),

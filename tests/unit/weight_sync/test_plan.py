@@ -161,7 +161,7 @@ def test_layout_pairs_are_bit_equal_at_least_cost(case: int) -> None:
     )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_random_shapes(data: st.DataObject) -> None:
     pick = lambda *options: data.draw(st.sampled_from(options))  # noqa: E731

@@ -110,7 +110,7 @@ def test_once_into_each_node_and_once_to_each_process(case: tuple) -> None:
     brought(plan, (*case, sources, targets))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(st.data())
 def test_random_layouts_and_nodes(data: st.DataObject) -> None:
     pick = lambda *options: data.draw(st.sampled_from(options))  # noqa: E731
@@ -202,7 +202,7 @@ regions = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 5), st.
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.lists(regions, min_size=1, max_size=4))
 def test_common_parts_are_disjoint_and_cover(wanted: list[Slice]) -> None:
     parts = common_parts([[region] for region in wanted])
@@ -216,7 +216,7 @@ def test_common_parts_are_disjoint_and_cover(wanted: list[Slice]) -> None:
         )
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(regions, st.integers(1, 9))
 def test_split_covers_evenly(region: Slice, parts: int) -> None:
     pieces = split(region, parts)
