@@ -55,6 +55,7 @@ class HookChoice(NamedTuple):
         remembers: it is told the right responses of a step, and gives some to later ones.
         on_demand: what prompts bring along is not given to their groups, but put aside for it
             (``Prompt.extra``, ``types.GUIDES``).
+        for_unsolved: it works on groups without a right response, which dynamic sampling refuses.
     """
 
     make: Callable[..., Any]
@@ -63,6 +64,7 @@ class HookChoice(NamedTuple):
     changes_temperature: bool = False
     remembers: bool = False
     on_demand: bool = False
+    for_unsolved: bool = False
 
 
 ROLLOUT_HOOKS = Choices("rollout hook")
@@ -192,7 +194,11 @@ Maker = TypeVar("Maker", bound=Callable[..., SamplingHook])
 
 
 def register_sampling_hook(
-    name: str, *, changes_temperature: bool = False, on_demand: bool = False
+    name: str,
+    *,
+    changes_temperature: bool = False,
+    on_demand: bool = False,
+    for_unsolved: bool = False,
 ) -> Callable[[Maker], Maker]:
     """A class derived from ``SamplingHook``, or ``f(*, knobs)`` that returns one, which has no
     ``remember``; what its constructor takes by keyword are its knobs. A run names it,
@@ -208,7 +214,7 @@ def register_sampling_hook(
         # Of a function this is the default: False.
         remembers = getattr(make, "remember", SamplingHook.remember) is not SamplingHook.remember
         ROLLOUT_HOOKS[name] = HookChoice(
-            make, schema, True, changes_temperature, remembers, on_demand
+            make, schema, True, changes_temperature, remembers, on_demand, for_unsolved
         )
         return make
 

@@ -50,7 +50,7 @@ class Replay(SamplingHook):
         self.known = {uid: [*map(restored, of_uid)] for uid, of_uid in state["known"].items()}
 
 
-@register_sampling_hook("ar3po")
+@register_sampling_hook("ar3po", for_unsolved=True)
 @dataclass(kw_only=True)
 class Ar3po(Replay):
     """Prompts without a right response are asked again, for as many as in the first stage, until

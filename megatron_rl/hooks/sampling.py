@@ -181,7 +181,7 @@ class Erpo(SamplingHook):
         self.visits = dict(state["visits"])
 
 
-@register_sampling_hook("ampo", on_demand=True)
+@register_sampling_hook("ampo", on_demand=True, for_unsolved=True)
 @dataclass(kw_only=True)
 class Ampo(SamplingHook):
     """A group that is all wrong is given the responses that its prompt brings along, of which the
@@ -207,7 +207,7 @@ class Ampo(SamplingHook):
 HINT = "hint_ratio"  # of a prompt's extra: how much of its solution it shows
 
 
-@register_sampling_hook("ghpo")
+@register_sampling_hook("ghpo", for_unsolved=True)
 @dataclass(kw_only=True)
 class Ghpo(SamplingHook):
     """A group that is all wrong leaves the step for a new one, of the prompt with a part of its

@@ -20,13 +20,13 @@ def source_problems(config: Config) -> Iterator[str]:
     """What does not go together, one sentence each: key, value, remedy."""
     yield from _truncated(config)
     yield from _router_replay(config)
+    yield from _hinted(config)
     for name in config.rollout_hooks:
         if ROLLOUT_HOOKS[name].changes_temperature:
             why = f"rollout_hooks.{name}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
-    yield from _hinted(config)
-    for name in config.rollout_hooks:
-        if name in ("ghpo", "ampo") and config.method.filters.dynamic_sampling is not None:
+        is_filtered = config.method.filters.dynamic_sampling is not None
+        if ROLLOUT_HOOKS[name].for_unsolved and is_filtered:
             yield (
                 f"rollout_hooks.{name}: method.filters.dynamic_sampling refuses the groups that are"
                 " all wrong; set it to null"

@@ -145,6 +145,7 @@ def test_what_goes_together(overrides):
         ([*HINTED, *TURNS], "rollout_hooks.ghpo: env.name = tools has turns"),
         ([*HINTED, *FREE, *CORRECTED], "rollout_hooks.ghpo: source.schedule = free records"),
         (["rollout_hooks.ampo={}", "method=dapo"], "ampo: method.filters.dynamic_sampling refuses"),
+        (["rollout_hooks.ar3po={}", "method=dapo"], "ar3po: method.filters.dynamic_sampling refu"),
         (["rollout_hooks.erpo={}"], "method.mismatch.kind = none does not correct"),
     ],
 )
