@@ -12,7 +12,8 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.models.base import Architecture, Kind, Slot
 from megatron_rl.models.parameter_map import ADAPTER, Parameter, hf_shapes, layer_parameters
 
-_KINDS = ("qkv", "gate_up", "columns")  # of linear layers; norms, routers and embeddings are none
+# Of linear layers; norms, routers and embeddings are none.
+_KINDS = ("qkv", "gate_up", "columns")
 
 
 def with_adapters(arch: Architecture, lora: LoraConfig) -> Architecture:
@@ -30,7 +31,8 @@ def with_adapters(arch: Architecture, lora: LoraConfig) -> Architecture:
 def is_adapted(parameter: Parameter) -> bool:
     """Whether it is the weight of a linear layer, which may have adapters."""
     slot = parameter.slot
-    return slot.kind in _KINDS and slot.megatron.endswith(".weight")
+    is_latent = "self_attention" in slot.megatron and len(slot.shape) == 2  # with a shape given
+    return (slot.kind in _KINDS or is_latent) and slot.megatron.endswith(".weight")
 
 
 def adapter_module(weight: str) -> str:
@@ -44,12 +46,12 @@ def adapter_module(weight: str) -> str:
 def _slots(parameter: Parameter, arch: Architecture, rank: int) -> Iterator[Slot]:
     """A and B of each projection in a linear layer.
 
-    Where the layer is cut along its outputs B is, else A is cut along its inputs; the other of the
-    two is whole on every tensor rank.
+    Where the layer is cut along its outputs B is, where it is cut along its inputs A is; what is
+    not cut is whole on every tensor rank.
     """
     module = adapter_module(parameter.slot.megatron)
     kind_a: Kind = "columns" if parameter.slot.kind == "columns" else "whole"
-    kind_b: Kind = "whole" if parameter.slot.kind == "columns" else "rows"
+    kind_b: Kind = "whole" if parameter.slot.kind in ("columns", "whole") else "rows"
     if kind_b == "rows" and len(parameter.names) == 1:
         kind_b = parameter.slot.kind  # one B for all of a fused HF tensor, laid out like it
     shapes = hf_shapes(parameter, arch)

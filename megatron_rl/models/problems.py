@@ -77,15 +77,11 @@ def adapter_problems(
         problems.append(
             f"{start}adapters of experts are not implemented; set model.lora.targets=[attention]"
         )
-    for there, what in (
-        (arch.latent, "latent attention"),
-        (arch.linear, "linear attention"),
-    ):
-        if there:
-            problems.append(
-                f"{start}adapters of {what} are not implemented; set it to null, or give another"
-                " model"
-            )
+    if arch.linear:
+        problems.append(
+            f"{start}adapters of linear attention are not implemented; set it to null, or give"
+            " another model"
+        )
     if precision.fp8 is not None:
         problems.append(
             f"{start}adapters of weights in FP8 are not implemented; set precision=bf16"

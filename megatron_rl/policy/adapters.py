@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA) beside megatron's linear layers: their forward, and merged weights.
 
 A layer that is cut along its outputs (qkv, gate and up) has A whole and B cut like itself; one that
-is cut along its inputs (output and down projection) has A cut and B whole. What crosses tensor
-ranks is then the product with A, of ``rank`` numbers a token. What is whole gets a whole gradient
+is cut along its inputs (output and down projection) has A cut and B whole; both are whole beside
+one that every rank has whole (to latent vectors). What crosses tensor ranks is then the product
+with A, of ``rank`` numbers a token. What is whole gets a whole gradient
 on every rank, but under sequence parallelism, where each rank sees its own tokens: megatron sums
 the gradients of parameters that say ``sequence_parallel``.
 """
@@ -98,7 +99,9 @@ class Adapter(torch.nn.Module):
         group = self.host.group
         # One product for all projections: they read the same inputs.
         inner = F.linear(inputs, torch.cat([a for a, _ in self.pairs]))
-        if self.host.kind == "columns":
+        if self.host.kind == "whole":
+            pass  # each rank computes what it needs of the layer
+        elif self.host.kind == "columns":
             if self.host.sequence_parallel:
                 inner = reduce_scatter_to_sequence_parallel_region(inner, group=group)
             else:

@@ -91,7 +91,12 @@ def layer_spec(
             # There is no norm, or adapters want what comes behind it, which a fused layer keeps to
             # itself.
             layer.submodules.input_layernorm = norm
-            layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+            attention = layer.submodules.self_attention.submodules
+            if latent:
+                attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
+                attention.q_layernorm = attention.kv_layernorm = norm
+            else:
+                attention.linear_qkv = TEColumnParallelLinear
             if experts is None:  # else they have no adapters, and a norm of their own
                 layer.submodules.pre_mlp_layernorm = norm
                 layer.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear

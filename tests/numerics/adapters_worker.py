@@ -33,7 +33,10 @@ from tools.replay.gradients import gathered_gradients
 from tools.replay.recorded_run import ReplayedRun
 
 PROJECTIONS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
+    "attention": (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    ),
     "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
 }
 LORA: dict[str, Any] = dict(rank=4, alpha=6.0)

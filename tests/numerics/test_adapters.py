@@ -30,6 +30,7 @@ CORE = (
     Case("tp2_sp", 2, {"tensor": 2, "sequence": True}),
     Case("dp2_overlap", 2, OVERLAPPED),
     Case("experts_ep2", 2, {"expert": 2}, model="qwen3_moe", lora=ATTENTION),
+    Case("latent_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="deepseek_v3", lora=ATTENTION),
 )
 FULL = (
     Case("one"),
@@ -62,6 +63,11 @@ FULL = (
     Case("sinks_ep2", 2, {"expert": 2}, model="gpt_oss", lora=ATTENTION),
     Case("sinks_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="gpt_oss", lora=ATTENTION),
     Case("sinks_pp2", 2, {"pipeline": 2}, model="gpt_oss", lora=ATTENTION),
+    Case("latent", model="deepseek_v3", lora=ATTENTION),
+    Case("latent_pp2", 2, {"pipeline": 2}, model="deepseek_v3", lora=ATTENTION),
+    Case("latent_ep2", 2, {"expert": 2}, model="deepseek_v3", lora=ATTENTION),
+    Case("latent_cp2", 2, {"context": 2}, model="moonlight", lora=ATTENTION),
+    Case("latent_dp2", 2, OVERLAPPED, model="moonlight", lora=ATTENTION),
     Case("heads_norm", 2, {"tensor": 2, "sequence": True}, model="olmo3"),
 )
 BOUND = 2e-6  # relative, but of logits and logprobs, whose bound is in nats

@@ -3,6 +3,7 @@ what does not go with latent attention."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from megatron_rl.config.rules.engine_checks import token_bytes
 from megatron_rl.config.rules.hardware import Machine, engine_problems
 from megatron_rl.models import read_architecture
-from megatron_rl.models.problems import adapter_problems
-from megatron_rl.planning.parameter_counts import stage_counts
+from megatron_rl.models.adapters import with_adapters
+from megatron_rl.models.problems import family_problems
+from megatron_rl.planning.parameter_counts import is_trained, stage_counts
 from tests import zoo
 from tests.numerics.policy_cases import parallel
 from tests.numerics.rollout_models import engine_config
@@ -54,12 +56,26 @@ def test_an_engine_keeps_one_latent_vector_of_a_token() -> None:
     assert token_bytes(rollout, architecture("deepseek-v3")) == 61 * 576 * 2
 
 
+def test_adapters_of_the_published_model() -> None:
+    """By hand, rank 16: q_a, q_b, kv_a, kv_b, o, of 61 layers; beside a matrix that each tensor
+    rank has whole, to latent vectors, A and B are whole too."""
+    lora = zoo.model_config(Path("m"), lora={"rank": 16, "targets": ["attention"]}).lora
+    arch = with_adapters(architecture("deepseek-v3"), lora)
+    which = partial(is_trained, arch=arch, freeze_vision=False)
+    inner = 7168 + 1536, 1536 + 24576, 7168 + 576, 512 + 32768, 16384 + 7168
+    (alone,) = stage_counts(arch, parallel(), 1, which)
+    assert alone.total == 61 * 16 * sum(inner) == 97_006_592
+    (rank,) = stage_counts(arch, parallel(tensor=8, sequence=True), 1, which)
+    cut = 7168 + 1536, 1536 + 24576 // 8, 7168 + 576, 512 + 32768 // 8, 16384 // 8 + 7168
+    assert rank.total == 61 * 16 * sum(cut)
+
+
 def test_what_is_refused_with_latent_attention(tmp_path: Path) -> None:
     path = zoo.save_tiny_model("moonlight", tmp_path / "model")
     arch = read_architecture(path)[0]
-    run = zoo.configured(path, "model.lora.rank=4")
-    problems = adapter_problems(arch, run.model, run.parallel, run.precision)
-    assert any("adapters of latent attention are not implemented" in one for one in problems)
+    run = zoo.configured(path, "precision=fp8_tensorwise")
+    problems = family_problems(arch, run.model, run.parallel, run.precision)
+    assert any("FP8 has not been tried with latent attention" in one for one in problems)
     cpu = Machine(compute_capability=None, transformer_engine=None, adam="torch")
     problem = next(engine_problems(engine_config(), cpu, arch))
     assert problem.startswith("model.path: kv_lora_rank + qk_rope_head_dim = 40: without a GPU")

@@ -4,6 +4,7 @@ names of experts in both layouts."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_rl.config.rules.hardware import Machine
+from megatron_rl.models import read_architecture
 from megatron_rl.policy import layers, model
 from megatron_rl.policy.activations import selective_modules
+from megatron_rl.policy.passes.latent_attention import LatentSelfAttention
 from megatron_rl.policy.passes.self_attention import NormedTwoBasesAttention
 from megatron_rl.policy.state import weights
+from tests import zoo
 from tests.numerics.policy_cases import parallel
 from tests.unit.small_models import DENSE, EXPERTS, experts, precision
 
@@ -105,6 +109,21 @@ def test_layers_with_adapters_have_their_norms_apart(
     linear = extension.TEColumnParallelLinear
     assert parts.self_attention.submodules.linear_qkv is linear
     assert parts.mlp.keywords["submodules"].linear_fc1 is linear
+
+
+def test_latent_attention_with_adapters_has_its_norms_apart(
+    engine: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layer = layers.get_gpt_layer_local_spec(num_experts=4, multi_latent_attention=True)
+    monkeypatch.setattr(layers, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
+    arch, _ = read_architecture(zoo.save_tiny_model("deepseek_v3", tmp_path / "model"))
+    config = model.transformer_config(arch, parallel(), precision())
+    attention = layers.layer_spec(config, 4, bare=True)[0].submodules.self_attention
+    parts = attention.submodules
+    assert parts.q_layernorm is parts.kv_layernorm is extension.TENorm
+    linear = extension.TEColumnParallelLinear
+    assert parts.linear_q_up_proj is parts.linear_kv_up_proj is linear
+    assert attention.module is LatentSelfAttention
 
 
 def test_layers_without_a_norm_before_their_parts(
