@@ -64,8 +64,8 @@ def _merged(
         a, b = (f"{name.removesuffix('.weight')}.lora_{part}.weight" for part in "AB")
         if a in adapters:
             of_b = to_hf([adapters[b]], arch, reader.read)[b]
-            product = of_b.float() @ reader.read(adapters[a]).float()
-            # Rounded once, as by the policy.
+            # In the order of the policy's product, for the same bits, and rounded once.
+            product = (reader.read(adapters[a]).float().t() @ of_b.float().t()).t()
             weight = weight.float().add(product, alpha=lora.scale).to(dtype)
         yield name, weight
     if combined_digest(digests) != info["digest of the base"]:

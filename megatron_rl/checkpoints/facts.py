@@ -8,7 +8,12 @@ from typing import Any
 from megatron_rl.config.model_config import ITEM_BYTES
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import Architecture
-from megatron_rl.models.parameter_map import local_shape, model_parameters, padded_vocab
+from megatron_rl.models.parameter_map import (
+    adapter_parameters,
+    local_shape,
+    model_parameters,
+    padded_vocab,
+)
 
 FORMAT = 1  # of the state as a whole; another number is not read, see ``refuse_other``
 SIZES = (
@@ -91,7 +96,8 @@ def num_saved(arch: Architecture, divisible_by: int) -> int:
     """Parameters that a checkpoint holds: with adapters these alone."""
     if not arch.adapter_slots:
         return num_parameters(arch, divisible_by)
-    return arch.num_layers * sum(math.prod(slot.shape) for slot in arch.adapter_slots)
+    every = (each for n in range(arch.num_layers) for each in adapter_parameters(arch, n))
+    return sum(math.prod(each.slot.shape) for each in every)
 
 
 def checkpoint_bytes(

@@ -21,18 +21,21 @@ def with_adapters(arch: Architecture, lora: LoraConfig) -> Architecture:
     if lora.rank is None:
         return arch
     slots: list[Slot] = []
-    for parameter in layer_parameters(arch, 0):
-        target = "attention" if "self_attention" in parameter.slot.megatron else "mlp"
-        if is_adapted(parameter) and target in lora.targets:
-            slots += _slots(parameter, arch, lora.rank)
-    return replace(arch, adapter_slots=tuple(slots))
+    first_of_kind = {arch.is_linear(layer): layer for layer in reversed(range(arch.num_layers))}
+    for layer in first_of_kind.values():
+        for parameter in layer_parameters(arch, layer):
+            target = "attention" if "self_attention" in parameter.slot.megatron else "mlp"
+            if is_adapted(parameter) and target in lora.targets:
+                slots += _slots(parameter, arch, lora.rank)
+    return replace(arch, adapter_slots=tuple(dict.fromkeys(slots)))
 
 
 def is_adapted(parameter: Parameter) -> bool:
     """Whether it is the weight of a linear layer, which may have adapters."""
     slot = parameter.slot
-    is_latent = "self_attention" in slot.megatron and len(slot.shape) == 2  # with a shape given
-    return (slot.kind in _KINDS or is_latent) and slot.megatron.endswith(".weight")
+    # Latent and linear attention have other kinds, and say their shapes.
+    is_matrix = "self_attention" in slot.megatron and len(slot.shape) == 2
+    return (slot.kind in _KINDS or is_matrix) and slot.megatron.endswith(".weight")
 
 
 def adapter_module(weight: str) -> str:
@@ -52,12 +55,14 @@ def _slots(parameter: Parameter, arch: Architecture, rank: int) -> Iterator[Slot
     module = adapter_module(parameter.slot.megatron)
     kind_a: Kind = "columns" if parameter.slot.kind == "columns" else "whole"
     kind_b: Kind = "whole" if parameter.slot.kind in ("columns", "whole") else "rows"
-    if kind_b == "rows" and len(parameter.names) == 1:
+    if kind_b == "rows" and (parameter.slot.parts or len(parameter.names) == 1):
         kind_b = parameter.slot.kind  # one B for all of a fused HF tensor, laid out like it
     shapes = hf_shapes(parameter, arch)
-    for full, name in zip(parameter.names, parameter.slot.hf, strict=True):
+    for number, (full, name) in enumerate(zip(parameter.names, parameter.slot.hf, strict=True)):
+        parts = [x._replace(tensor=0) for x in parameter.slot.parts if x.tensor == number]
         outputs, inputs = shapes[full]
         stem = name.removesuffix(".weight")
         short = f"{module}.{stem.rsplit('.', 1)[-1]}"  # mlp.linear_fc2_adapter.down_proj
         yield Slot(f"{short}_a", kind_a, (f"{stem}.lora_A.weight",), (rank, inputs))
-        yield Slot(f"{short}_b", kind_b, (f"{stem}.lora_B.weight",), (outputs, rank))
+        shape_b = (outputs, rank)
+        yield Slot(f"{short}_b", kind_b, (f"{stem}.lora_B.weight",), shape_b, tuple(parts))

@@ -90,7 +90,10 @@ def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
 def adapter_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """The adapters of one layer. They are no parameters of the model: see ``models.adapters``."""
     prefix = f"{arch.text_prefix}layers.{layer}."
-    return [_parameter(slot, prefix, layer) for slot in arch.adapter_slots]
+    weights = [each.slot.megatron for each in layer_parameters(arch, layer)]
+    hosts = tuple(name.removesuffix(".weight") + ADAPTER + "." for name in weights)
+    slots = [slot for slot in arch.adapter_slots if slot.megatron.startswith(hosts)]
+    return [_parameter(slot, prefix, layer) for slot in slots]
 
 
 def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:

@@ -77,11 +77,6 @@ def adapter_problems(
         problems.append(
             f"{start}adapters of experts are not implemented; set model.lora.targets=[attention]"
         )
-    if arch.linear:
-        problems.append(
-            f"{start}adapters of linear attention are not implemented; set it to null, or give"
-            " another model"
-        )
     if precision.fp8 is not None:
         problems.append(
             f"{start}adapters of weights in FP8 are not implemented; set precision=bf16"

@@ -71,9 +71,11 @@ def stage_counts(
 
     before, after = outer_parameters(arch)
     embedding = count(before)
-    adapters = adapter_parameters(arch, 0)
     of_kind = {arch.kind(layer): layer for layer in range(arch.num_layers)}
-    sizes = {kind: count(layer_parameters(arch, n) + adapters) for kind, n in of_kind.items()}
+    sizes = {
+        kind: count(layer_parameters(arch, n) + adapter_parameters(arch, n))
+        for kind, n in of_kind.items()
+    }
     expert = count(expert_parameters(arch, 0, 0), parallel.expert_tensor)
     counts = []
     for stage, layers in enumerate(layers_of_stages(arch, parallel)):

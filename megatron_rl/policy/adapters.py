@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 import xxhash
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -43,7 +44,7 @@ from megatron_rl.models.parameter_map import (
 from megatron_rl.policy.state.weights import LocalParameter
 from megatron_rl.runtime.launch import from_first_rank
 
-_AXES = {"rows": 0, "qkv": 0, "gate_up": 0, "columns": 1}
+_AXES = {"rows": 0, "qkv": 0, "gate_up": 0, "parts": 0, "columns": 1}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Host:
 
     kind: Kind  # how its projections lie in it
     num_groups: int  # query groups of this rank
+    gated_heads: int  # queries of a group that have a gate; 0: none have
     group: Any  # tensor ranks
     sequence_parallel: bool  # whether these share the tokens between layers
 
@@ -73,12 +75,14 @@ class Adapter(torch.nn.Module):
         self.enabled = True
         self._cut = {}
         self._halves: str | None = None  # a B whose rows are those of gate, then those of up
+        self._parts = {}  # Bs of linear attention
         for slot, size in zip(slots, sizes, strict=True):
             name = slot.megatron.rsplit(".", 1)[-1]
             parameter = torch.nn.Parameter(torch.zeros(size))
             if slot.kind in _AXES:
                 self._cut[name] = _AXES[slot.kind]
                 self._halves = name if slot.kind == "gate_up" else self._halves
+                self._parts |= {name: slot.parts} if slot.kind == "parts" else {}
             else:
                 cast(Any, parameter).sequence_parallel = host.sequence_parallel
             self.register_parameter(name, parameter)
@@ -119,6 +123,9 @@ class Adapter(torch.nn.Module):
         if self.host.kind == "qkv":
             # Each query group stands together: its queries, its key, its value.
             groups = [x.unflatten(-1, (self.host.num_groups, -1)) for x in parts]
+            if self.host.gated_heads:  # HF has the gate of each head behind its query
+                heads = groups[0].unflatten(-1, (self.host.gated_heads, 2, -1))
+                groups[0] = heads.transpose(-2, -3).flatten(-3)
             return torch.cat(groups, -1).flatten(-2)
         return torch.cat(list(parts), -1)
 
@@ -145,6 +152,10 @@ class Adapter(torch.nn.Module):
             # Those of each rank are halves of the whole in other layouts.
             key = f"{prefix}{self._halves}"
             state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+        for name, parts in self._parts.items():
+            key = f"{prefix}{name}"
+            rows = [part.rows * part.groups // self.host.group.size() for part in parts]
+            state[key] = _split_tensor_factory(state[key], rows, [x.name for x in parts], 0)
         return state
 
 
@@ -157,7 +168,7 @@ def add_adapters(model: Any, arch: Architecture, scale: float) -> None:
         # A layer that is run again has a gradient only where its inputs have one.
         model.embedding.register_forward_hook(lambda _, inputs, states: states.requires_grad_())
     for layer in model.decoder.layers:
-        for parameter in layer_parameters(arch, 0):
+        for parameter in layer_parameters(arch, layer.layer_number - 1):
             name = adapter_module(parameter.slot.megatron)
             slots = [slot for slot in arch.adapter_slots if slot.megatron.startswith(name + ".")]
             if is_adapted(parameter) and slots:
@@ -169,7 +180,9 @@ def _add(layer: Any, slot: Slot, slots: Sequence[Slot], arch: Architecture, scal
     assert not hasattr(linear, "layer_norm_weight"), f"{slot.megatron}: its inputs are not normed"
     group = layer.pg_collection.tp
     size = group.size()
-    host = Host(slot.kind, arch.num_kv_heads // size, group, layer.config.sequence_parallel)
+    heads = arch.num_heads // arch.num_kv_heads if arch.gated_outputs else 0
+    groups = arch.num_kv_heads // size
+    host = Host(slot.kind, groups, heads, group, layer.config.sequence_parallel)
     sizes = [local_shape(Parameter(each, each.hf), arch, 0, size) for each in slots]
     adapter = Adapter(slots, sizes, host, scale).to(linear.weight)
     owner, _, name = adapter_module(slot.megatron).rpartition(".")

@@ -253,6 +253,7 @@ def quantize(path: Path) -> None:
         ("qwen3_5", (*TENSOR, *LINEAR)),
         ("qwen3_5", (*CONTEXT, *LINEAR)),
         ("qwen3_5_moe", (*EXPERT, *LINEAR)),
+        ("qwen3_5", (*TENSOR, *LINEAR, "model.lora.rank=8")),
     ],
     ids=[
         "glm-tensor",
@@ -278,6 +279,7 @@ def quantize(path: Path) -> None:
         "3.5-tensor",
         "3.5-context",
         "3.5-expert",
+        "3.5-adapters",
     ],
 )
 def test_it_learns_what_its_engine_samples(

@@ -36,6 +36,8 @@ PROJECTIONS = {
     "attention": (
         *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        "out_proj",
     ),
     "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
 }
@@ -209,7 +211,7 @@ def other_base(path: Path, other: Path, folder: Path, lora: dict[str, Any]) -> N
     exported = load_file(folder.parent / "export" / "model.safetensors")
     assert merged.keys() == exported.keys()
     assert all(torch.equal(merged[name], exported[name]) for name in merged)
-    output = "model.layers.0.self_attn.o_proj.weight"
+    output = next(name for name in merged if name.endswith(("o_proj.weight", "out_proj.weight")))
     assert not torch.equal(merged[output], load_file(path / "model.safetensors")[output])
     with pytest.raises(ValueError, match="trained beside other weights than those of"):
         list(adapter_checkpoint.read_hf(folder, other, arch, lambda _: None))

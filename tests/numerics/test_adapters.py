@@ -68,6 +68,13 @@ FULL = (
     Case("latent_ep2", 2, {"expert": 2}, model="deepseek_v3", lora=ATTENTION),
     Case("latent_cp2", 2, {"context": 2}, model="moonlight", lora=ATTENTION),
     Case("latent_dp2", 2, OVERLAPPED, model="moonlight", lora=ATTENTION),
+    Case("delta", model="qwen3_next", lora=ATTENTION),
+    Case("delta_pp2", 2, {"pipeline": 2}, model="qwen3_5"),
+    Case("delta_ep2", 2, {"expert": 2}, model="qwen3_5_moe", lora=ATTENTION),
+    Case("delta_cp2", 2, {"context": 2}, model="qwen3_next", lora=ATTENTION),
+    Case("delta_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="qwen3_next", lora=ATTENTION),
+    Case("four_matrices", 2, {"tensor": 2, "sequence": True}, model="qwen3_5"),
+    Case("delta_images", 2, {"tensor": 2, "sequence": True}, model="qwen3_5_vl"),
     Case("heads_norm", 2, {"tensor": 2, "sequence": True}, model="olmo3"),
 )
 BOUND = 2e-6  # relative, but of logits and logprobs, whose bound is in nats
@@ -111,6 +118,9 @@ def test_adapters_equal_transformers(case: Case, answers: Any) -> None:
         ("llama", {}),
         pytest.param("phi3", {}, marks=pytest.mark.full),
         pytest.param("glm4_moe", ATTENTION, marks=pytest.mark.full),
+        pytest.param("moonlight", ATTENTION, marks=pytest.mark.full),
+        pytest.param("qwen3_5", {}, marks=pytest.mark.full),
+        pytest.param("qwen3_next", ATTENTION, marks=pytest.mark.full),
     ],
 )
 def test_checkpoint_of_another_base_is_refused(

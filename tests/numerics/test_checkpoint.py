@@ -42,6 +42,7 @@ CASES = {
             model="deepseek_v3",
             lora=OF_ATTENTION,
         ),
+        Case("adapters_delta", {"tensor": 2, "sequence": True}, model="qwen3_5", lora=LORA),
         Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
         Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
         Case("dp2", SHARDED),
@@ -83,6 +84,7 @@ RESHAPES = [
     ("adapters_fused", Case("pp2", {"pipeline": 2}, model="phi3", lora=LORA)),
     ("adapters_sinks", Case("pp2", {"pipeline": 2}, model="gpt_oss", lora=OF_ATTENTION)),
     ("adapters_latent", Case("pp2", {"pipeline": 2}, model="deepseek_v3", lora=OF_ATTENTION)),
+    ("adapters_delta", Case("pp2", {"pipeline": 2}, model="qwen3_5", lora=LORA)),
     ("adapters_dp2", Case("dp2", SHARDED, lora=LORA)),
     ("tp2", Case("dp2", reference=True)),
     ("tp2", Case("pp2", {"pipeline": 2}, reference=True)),
@@ -159,7 +161,13 @@ def written(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 OF_FULL_TIER = (
     *("tp2_bf16", "dp2", "dp2_bf16", "first_dense", "first_dense_bf16", "experts"),
     *("windows", "sinks", "delta_bf16", "sinks_bf16", "four_matrices", "fused_files"),
-    *("adapters_fused", "adapters_first_dense", "adapters_sinks", "adapters_latent"),
+    *(
+        "adapters_fused",
+        "adapters_first_dense",
+        "adapters_sinks",
+        "adapters_latent",
+        "adapters_delta",
+    ),
 )
 
 

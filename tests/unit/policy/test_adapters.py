@@ -48,7 +48,7 @@ def adapter(kind: Any, numbers: dict[str, list[float]], scale: float, groups: in
     for name in numbers:
         slots += [Slot(f"m.{name}_a", "whole", ()), Slot(f"m.{name}_b", "rows", ())]
     sizes = [size for values in numbers.values() for size in ((1, 1), (len(values), 1))]
-    made = Adapter(slots, sizes, Host(kind, groups, None, False), scale)
+    made = Adapter(slots, sizes, Host(kind, groups, 0, None, False), scale)
     with torch.no_grad():
         for (a, b), values in zip(made.pairs, numbers.values(), strict=True):
             a.fill_(1.0)
