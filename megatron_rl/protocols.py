@@ -37,32 +37,32 @@ class RolloutSource(Protocol[Experience]):
 
         [restore]  publish  (generation | training | next training publish)*
 
-    - ``generation`` and ``next`` want the policy's weights published: a ``publish`` stands between
-      them and the last update. What they sample carries the version of its weights.
+    - ``generation`` and ``next`` need the policy's weights published: ``publish`` is called between
+      the last update and them. Responses carry the version of the weights that sampled them.
     - The policy is read and changed inside ``training`` only, and there the engines are left alone.
       Between ``training`` and the end of ``publish`` only the source touches it.
     - No two of ``next``, ``training``, ``generation`` and ``publish`` are nested. ``state`` and
-      ``restore`` may be called whenever none of ``next`` and ``publish`` is at work.
+      ``restore`` may be called whenever neither ``next`` nor ``publish`` is running.
     - Engines may sample at any other time, also while the policy trains, as long as they do so with
       weights that were published: the policy's own tensors are out of their reach.
 
-    After an exception out of any method the policy is whole again; an engine whose weights are not
-    a published version generates nothing until the next ``publish``.
+    After an exception from any method the policy has all of its state again; an engine whose
+    weights are not a published version generates nothing until the next ``publish``.
     """
 
     def next(self, step: int) -> Experience:
-        """Collective. The responses to train on in ``step``, rewarded: on every rank the scalars of
-        all, on one rank the tokens of each."""
+        """Collective. The scored responses that ``step`` trains on: every rank gets the scalars of
+        all of them, and one rank holds the tokens of each."""
 
     def training(self) -> AbstractContextManager[None]:
-        """Inside, the policy has all of its state on the device: for passes, updates, checkpoints
-        and exports."""
+        """Context in which all of the policy's state is on the device: for passes, updates,
+        checkpoints and exports."""
 
     def generation(self) -> AbstractContextManager[None]:
-        """Inside, the engine may be asked directly, as evaluation does."""
+        """Context in which the engine may be called directly, as evaluation does."""
 
     def publish(self, version: int) -> SyncReport:
-        """Collective. When it returns, engines have the policy's weights, as number ``version``.
+        """Collective. When it returns, the engines hold the policy's weights as ``version``.
 
         Raises:
             NonFiniteError: the weights are not finite; the engines keep what they have.
@@ -77,7 +77,7 @@ class RolloutSource(Protocol[Experience]):
 
 
 class ImageProcessor(Protocol):
-    """From images of prompts to what a vision tower takes; policy and engine share one. See
+    """Turns images of prompts into the inputs of a vision tower; policy and engine share one. See
     ``data.multimodal.vision.VisionProcessor``."""
 
     image_token_id: int
@@ -86,41 +86,41 @@ class ImageProcessor(Protocol):
     size_limits: Mapping[str, int]
 
     def grid(self, image: Image) -> tuple[int, int, int]:
-        """Patches over time, height and width, from the size in the image's header."""
+        """Number of patches over time, height and width, from the size in the image's header."""
 
     def num_tokens(self, image: Image) -> int:
-        """Image tokens among ``Prompt.token_ids``."""
+        """Number of image tokens that the image takes in ``Prompt.token_ids``."""
 
     def pixels(self, image: Image) -> Float[Tensor, "patches values"]:
-        """Float32 on the host, in the order of the tower; not to be written to. Of a
-        ``data.multimodal.masks.MaskedImage`` hidden patches are black."""
+        """Patches in the order of the tower, float32 on the host, read-only. Hidden patches of a
+        ``data.multimodal.masks.MaskedImage`` are black."""
 
     def keep(self, images: Iterable[Image]) -> None:
-        """Before a pass: the images whose pixels it will read, and the passes after it again."""
+        """Called before a pass: keeps the pixels of these images for it and the passes after it."""
 
     def collapsed(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
-        """``Prompt.token_ids`` with one image token an image. Raises ValueError where the runs of
-        image tokens are not those of the images."""
+        """``Prompt.token_ids`` with one image token per image. Raises ValueError where the runs of
+        image tokens do not match the images."""
 
 
 class BatchSharding(Protocol):
-    """Which rank works on which rows: what the policy's micro-batches decide."""
+    """Which rank works on which rows, as the policy's micro-batches decide."""
 
     @property
     def data_rank(self) -> int: ...
 
     @property
     def owners(self) -> Sequence[int]:
-        """The rank that takes the rows of each data-parallel rank, and gives them to those it works
-        with."""
+        """By data-parallel rank: the global rank that receives its rows, and passes them on to the
+        other ranks that work on them."""
 
     def plan(self, sequences: Sequences, rows: Sequence[int]) -> Sequence[Sequence[Sequence[int]]]:
-        """data-parallel rank -> micro-batch -> some of ``rows``; together each once. Equal on every
-        rank, without a message."""
+        """data-parallel rank -> micro-batch -> some of ``rows``, each of which occurs once. Every
+        rank computes the same plan, without communication."""
 
     def give(self, values: Tensor) -> None:
-        """Collective over the ranks that work on the rows of one data-parallel rank: ``values`` (on
-        the host) become those of their owner."""
+        """Collective over the ranks that work on the rows of one data-parallel rank: overwrites
+        ``values`` (on the host) with those of their owner."""
 
 
 class Saving(Protocol):
@@ -129,20 +129,20 @@ class Saving(Protocol):
     path: Path
 
     def check(self, gather: Callable[[Any], list[Any]], *, wait: bool = False) -> bool:
-        """Collective: whether the checkpoint is whole; ``wait``: until it is. ``gather`` gives the
-        values of all ranks. Raises on every rank what kept one of them from writing, ValueError
-        where its disk is full."""
+        """Collective: whether the checkpoint is complete; ``wait``: blocks until it is. ``gather``
+        returns the values of all ranks. Raises on every rank the error that kept one of them from
+        writing, ValueError where its disk is full."""
 
     def end(self, within_s: float) -> None:
-        """Not collective, when a run ends by an error: waits so long for this process's threads."""
+        """Not collective; after an error. Waits at most ``within_s`` for this process's threads."""
 
 
 class Policy(Protocol):
     """The trained model and its frozen reference.
 
-    How it works through a batch is its own affair, fixed when it is built: prompts that are
-    computed once, temperature. Every data-parallel rank has a batch of its own, planned by the
-    policy's ``BatchSharding``; all of them have equally many micro-batches.
+    How it processes a batch (temperature, prompts computed once) is fixed when it is built. Every
+    data-parallel rank has a batch of its own, planned by the policy's ``BatchSharding``; all of
+    them have equally many micro-batches.
     """
 
     def score(
@@ -160,15 +160,15 @@ class Policy(Protocol):
         scores: Outputs | None = None,
     ) -> UpdateResult:
         """Collective: forward and backward of all batches, one optimizer step and one step of the
-        learning-rate schedule. ``outputs``: what the loss gets. ``scores``: return what ``score``
-        would have returned of these before the step; None: nothing."""
+        learning-rate schedule. ``outputs``: what the loss gets. ``scores``: outputs to return as
+        ``score`` would have returned them before the step; None: no scores are returned."""
 
     def save(
         self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None
     ) -> None:
         """Collective: weights, reference weights when kept, optimizer, schedule and ``extra``
         (tensors, plain values and containers of them; equal on all ranks). ``about`` (JSON) becomes
-        part of the manifest's info, which can be read without loading."""
+        part of the manifest's info, which can be read without loading the checkpoint."""
 
     def start_save(
         self,
@@ -177,8 +177,8 @@ class Policy(Protocol):
         about: Mapping[str, Any] | None = None,
         after: Callable[[], None] | None = None,
     ) -> Saving:
-        """Collective: ``save`` that returns as soon as the state is copied and may change; threads
-        write it. One at a time. A thread of rank 0 calls ``after`` when the checkpoint is whole."""
+        """Collective: as ``save``, but returns as soon as the state is copied; threads write it.
+        One at a time. A thread of rank 0 calls ``after`` when the checkpoint is complete."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Collective: the inverse of save; returns ``extra``."""
@@ -228,7 +228,7 @@ class WholeWeightSource(Protocol):
 
 
 class WholeWeightSink(Protocol):
-    """Takes whole HF tensors and cuts out what it wants."""
+    """Takes whole HF tensors and cuts out the parts that it needs."""
 
     def load_weights(
         self,
@@ -237,8 +237,8 @@ class WholeWeightSink(Protocol):
         confirm: Callable[[], None] | None = None,
     ) -> None:
         """Replaces all weights by HF-named whole tensors; drops caches computed with the old ones.
-        ``confirm`` is called before the weights count as ``version``. An exception in the middle,
-        also of ``confirm``, leaves the engine unusable and it says so."""
+        ``confirm`` is called before the weights count as ``version``. After an exception in the
+        middle, also from ``confirm``, the engine is unusable: later calls raise RuntimeError."""
 
 
 class WeightSource(Protocol):
@@ -265,7 +265,7 @@ class WeightSink(Protocol):
     replica: int
 
     def weight_shards(self) -> Sequence[Shard]:
-        """What this process wants; together the processes of one replica want every element of
+        """What this process needs; together the processes of one replica need every element of
         every tensor."""
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
@@ -274,18 +274,18 @@ class WeightSink(Protocol):
         ``version``.
 
         ``parameter(key)`` gives the tensor that a shard is to be written to; ``written(key)`` tells
-        that the last shard of it is in place. Any exception out of ``transfer`` leaves the engine
-        unusable, and it says so.
+        that its last shard is in place. After any exception from ``transfer`` the engine is
+        unusable: later calls raise RuntimeError.
         """
 
 
 class Generator(Protocol):
-    """What generates responses. ``num_replicas`` engines work side by side; ranks of one replica
-    make the same calls in the same order. ``capacity``: responses that are worth giving to a
+    """Generates responses. ``num_replicas`` engines work side by side; ranks of one replica make
+    the same calls in the same order. ``capacity``: how many responses are worth giving to a
     replica at a time.
 
-    A response is begun by ``submit``, which gives it a request id, and ends in ``poll``, ``pause``
-    or ``abort``."""
+    ``submit`` begins a response and gives it a request id; ``poll``, ``pause`` or ``abort`` ends
+    it."""
 
     replica: int
     num_replicas: int
@@ -299,38 +299,38 @@ class Generator(Protocol):
         sampling: Sampling,
         so_far: Mapping[int, Sequence[int]] = NOTHING,
     ) -> list[int]:
-        """Begins some of the responses to a prompt, by their numbers; a request id for each.
+        """Begins the responses to a prompt with these numbers; returns a request id for each.
         Response j is a function of (``sampling``, uid of the prompt, j) and the weights.
 
-        ``so_far``: tokens that a response has from earlier, by its number. It continues behind
-        them, up to the same limit of its whole length; its completion holds what is new."""
+        ``so_far``: by number, the tokens that a response already has. It continues after them, and
+        they count toward its length limit; its completion holds the new tokens only."""
 
     def poll(self) -> list[tuple[int, Completion]]:
-        """Works for a moment: long enough to be called in a loop, short enough to be stopped in
-        between. Request ids and completions of the responses that ended, on every rank of
+        """Samples for a moment: long enough to be called in a loop, short enough to be stopped in
+        between. Returns request ids and completions of the responses that ended, on every rank of
         the replica."""
 
     def abort(self, request_ids: Sequence[int]) -> int:
-        """Ends responses without an answer; returns the tokens that are thrown away. Those that
-        have ended do not matter."""
+        """Ends responses without a completion; returns how many tokens are thrown away. Ids of
+        responses that have ended are ignored."""
 
     def pause(self, request_ids: Sequence[int]) -> list[Completion]:
-        """Ends responses that are open; what each has got since it was submitted, as a completion
-        that is not truncated."""
+        """Ends open responses; returns what each has sampled since it was submitted, as a
+        completion that is not truncated."""
 
     def running_lengths(self) -> dict[int, int]:
-        """By request id, of every response that is open, its tokens since it was submitted."""
+        """By request id: how many tokens each open response has sampled since it was submitted."""
 
 
 class RolloutEngine(Generator, WholeWeightSink, Protocol):
-    """The sampler. ``score``, syncs and sleep want an engine in which no response is open."""
+    """The sampler. ``score``, syncs and sleep require that no response is open."""
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[float]]:
         """Logprob at temperature 1, not truncated, of every token but the first of each sequence,
-        on every rank of the replica. Leaves no trace in what is generated later. ``images``: of
-        each sequence, in the order of their places; empty: none has any."""
+        on every rank of the replica. Does not change what is generated later. ``images``: those of
+        each sequence, in the order in which they occur; empty: no sequence has any."""
 
     def sleep(self) -> None:
         """Free what training needs (a no-op where the build cannot)."""
@@ -340,7 +340,7 @@ class RolloutEngine(Generator, WholeWeightSink, Protocol):
         have version -1, from ``sleep`` to the next load; generation needs both parts."""
 
     def memory_bytes(self) -> int:
-        """Device memory that the engine holds now; 0 where it cannot say."""
+        """Device memory that the engine holds now; 0 where that is not known."""
 
 
 class Reward(Protocol):

@@ -1,7 +1,7 @@
 """Data contracts of the training step, each with a worked example.
 
 Two layouts recur everywhere. *Responses*: N rows, in a step in canonical (prompt, response) order;
-what is one number a response is the same on every rank. *Response tokens*: the T tokens of all N
+a value per response is the same on every rank. *Response tokens*: the T tokens of all N
 responses of a batch, concatenated in its order; every per-token vector (old, sampler and reference
 logprobs, entropy, loss mask) has this layout, so a token is named by one integer in [0, T). A rank
 holds the tokens of the responses that its data-parallel rank works on, and no others.
@@ -80,16 +80,16 @@ class Prompt:
 
     @property
     def content(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """What the model is given: two images of one size have the same tokens."""
+        """What the model is given. Tokens alone do not tell: images of one size have the same."""
         return self.token_ids, tuple(image.digest for image in self.images)
 
 
-HINTS = "hints"  # of a prompt's extra: ratio, token_ids and text of its hinted forms
-GUIDES = "guides"  # of a prompt's extra: the demonstrations that a hook gives it, as completions
+HINTS = "hints"  # key in ``Prompt.extra``: ratio, token_ids and text of its hinted forms
+GUIDES = "guides"  # key in ``Prompt.extra``: the demonstrations that a hook gives, as completions
 
 
 def first_uid(uid: str) -> str:
-    """Of a prompt that a step has again, numbered by ``data.loader``: ``a#2`` gives ``a``."""
+    """The uid without the number that ``data.loader`` gives a repeat: ``a`` for ``a#2``."""
     return re.sub(r"#\d+$", "", uid)
 
 
@@ -100,9 +100,9 @@ class Sampling:
     Logprobs are those of the distribution sampled from, after temperature and truncation. With a
     seed, response j to a prompt depends on (seed, uid of the prompt, j) only. ``with_kept``: the
     tokens that ``top_k`` and ``top_p`` keep come with each sampled one, so that training can
-    restrict the policy to them; ``top_k`` bounds their number. ``num_likely``: so many of the most
-    likely tokens come with each sampled one, with their logprobs. ``expert_width``: bytes of the
-    experts of a token, see ``Completion.experts``, where they are to come too.
+    restrict the policy to them; ``top_k`` bounds their number. ``num_likely``: how many of the most
+    likely tokens come with each sampled one, with their logprobs. ``expert_width``: bytes per token
+    of the chosen experts, see ``Completion.experts``; 0: they are not returned.
 
     Example: ``Sampling(num_responses=8, max_response_tokens=64, temperature=1.0, seed=3)``.
     """
@@ -115,20 +115,20 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    annealing: Annealing | None = None  # in the place of ``temperature``, which is 1 then
+    annealing: Annealing | None = None  # in place of ``temperature``, which is then 1
     with_kept: bool = False
     num_likely: int = 0
     expert_width: int = 0
 
     @property
     def num_kept(self) -> int:
-        """Most kept tokens that come with a sampled one."""
+        """Maximum number of kept tokens that come with a sampled one."""
         return self.top_k if self.with_kept else 0
 
 
 class VersionSpan(NamedTuple):
-    """Tokens of a response up to ``end``, from the end of the span before, were sampled with the
-    weights ``version``; ``APPENDED``: by none, an environment has given them."""
+    """The tokens of a response from the end of the span before up to ``end`` were sampled with
+    weights ``version``; ``APPENDED``: an environment appended them, nothing sampled them."""
 
     version: int
     end: int
@@ -139,8 +139,8 @@ DEMONSTRATED = -2  # likewise, of a response that was not sampled for its step
 
 
 def num_appended(spans: Sequence[VersionSpan], behind: int = 0) -> int:
-    """Tokens behind the first ``behind`` that an environment has appended. Example: one of the
-    spans ``((4, 2), (APPENDED, 3))``."""
+    """Number of tokens after the first ``behind`` that an environment has appended. Example: 1 for
+    the spans ``((4, 2), (APPENDED, 3))``."""
     starts = [0, *(span.end for span in spans)]
     return sum(
         max(0, span.end - max(start, behind))
@@ -149,7 +149,7 @@ def num_appended(spans: Sequence[VersionSpan], behind: int = 0) -> int:
     )
 
 
-# Fields of ``Completion`` with several places a token: their type, and what free places hold.
+# Fields of ``Completion`` with several slots per token: array type code, value of unused slots.
 PLACES = {"kept": ("i", -1), "likely": ("i", -1), "sampler_likely_logprobs": ("f", -math.inf)}
 
 
@@ -157,15 +157,15 @@ PLACES = {"kept": ("i", -1), "likely": ("i", -1), "sampler_likely_logprobs": ("f
 class Completion:
     """One sampled response. ``token_ids`` ends with the stop token when there is one.
 
-    Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token takes 8
-    bytes and no Python object. ``spans``: which weights sampled which tokens, in their order, and
-    which an environment has appended (those count in no loss, mean or check); not given, one span
-    of ``weight_version``. ``kept``: the ids that the sampler kept for each token,
-    ``Sampling.num_kept`` places a token, -1 in free ones; None: the whole vocabulary. ``likely``
+    Any sequence is accepted and stored as an array of 32-bit numbers, so that a token takes 8 bytes
+    and no Python object. ``spans``: which weights sampled which tokens, in order, and which tokens
+    an environment has appended (those count in no loss, mean or check); default: one span of
+    ``weight_version``. ``kept``: the ids that the sampler kept for each token,
+    ``Sampling.num_kept`` slots per token, -1 in unused ones; None: the whole vocabulary. ``likely``
     and ``sampler_likely_logprobs``: the ids that were most likely to the sampler, whatever it drew,
-    and their logprobs, ``Sampling.num_likely`` places a token, -1 and -inf in free ones; None:
-    nothing is known of them. ``experts``: of all tokens of its prompt and its own, those that the
-    engine's routers chose, see ``models.experts``; None: nothing is known of them.
+    and their logprobs, ``Sampling.num_likely`` slots per token, -1 and -inf in unused ones; None:
+    not known. ``experts``: the experts that the engine's routers chose, for all tokens of prompt
+    and response, see ``models.experts``; None: not known.
 
     Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``, whose spans
     are ``(VersionSpan(4, end=2),)``.
@@ -183,7 +183,7 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """Its tokens without what an environment has appended."""
+        """Number of its tokens, without those that an environment has appended."""
         return len(self.token_ids) - num_appended(self.spans)
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ class Completion:
 
 
 def _packed(typecode: str, values: Sequence[Any]) -> array:
-    """An array of this type; ``values`` themselves when they are one."""
+    """An array of this type; ``values`` itself when it is one."""
     if isinstance(values, array) and values.typecode == typecode:
         return values
     return array(typecode, values)
@@ -210,7 +210,7 @@ class Score:
 
     The total reward, whether the *accuracy* reward is 1, the parts before weighting, and the answer
     that was judged, see ``rewards.base.Verdict``. ``problem``: why there is no verdict; the
-    response then takes part in nothing (``reward.on_problem=exclude``). ``environment``: facts of a
+    response is then excluded (``reward.on_problem=exclude``). ``environment``: numbers about a
     response with several turns, logged as ``environment/``.
     Example: ``Score(reward=1.5, correct=True, parts={"accuracy": 1.0, "format": 1.0})``.
     """
@@ -228,7 +228,7 @@ class Sequences:
     """The lengths of N prompt+response sequences, which every rank knows.
 
     ``prompt_index``: rows with the same number have the same prompt tokens, so that a forward pass
-    may compute them once for neighboring rows; None: nothing is known. Example: two responses to
+    may compute them once for neighboring rows; None: not known. Example: two responses to
     one prompt and one to another are ``[0, 0, 1]``.
     """
 
@@ -258,11 +258,11 @@ class SequenceBatch(Sequences):
         response_index = [0, 1, 1]
 
     ``images``: of each row's prompt, one object for the rows of a prompt; None: no row has any.
-    ``temperatures``: of each response token, in the place of the policy's; those of prompt tokens
-    are then 1. ``kept``: the only ids that have a probability in the place of each response token,
-    see ``Completion``; None: the whole vocabulary, as of prompt tokens. ``likely``: ids whose
-    logprobs may be asked for in the place of each, see there. ``experts``: those that the
-    routers are to take for each token, see ``models.experts``; None: what they choose.
+    ``temperatures``: of each response token, replacing the policy's; those of prompt tokens are
+    then 1. ``kept``: the only ids with a nonzero probability at each response token, see
+    ``Completion``; None: the whole vocabulary, as for prompt tokens. ``likely``: ids whose logprobs
+    may be asked for at each response token, see ``Completion``. ``experts``: those that the routers
+    must take for each token, see ``models.experts``; None: the routers choose.
     """
 
     token_ids: Int[Tensor, " all_tokens"]
@@ -298,8 +298,8 @@ def largest(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync, as this rank saw it. ``measured``: further metrics, by name, of what has
-    happened around syncs since the one before (memory by phase, seconds).
+    """One weight sync, as this rank saw it. ``measured``: further metrics by name, measured since
+    the sync before (memory by phase, seconds).
 
     Example: ``SyncReport(version=3, num_tensors=27, bytes_sent=0, bytes_total=1204224,
     seconds=0.011)``.
@@ -336,7 +336,7 @@ class Shard:
     shape: tuple[int, ...]
     offset: int
     stride: tuple[int, ...]
-    key: str = ""  # of the local parameter, given by its owner; "" where no owner speaks
+    key: str = ""  # name that its owner gives the local parameter; "" for a place without owner
     dtype: str = ""  # "bfloat16", "float32", ...: the torch dtype of that parameter
 
 

@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_trainer(config: Config, world: World, display: Display) -> Trainer:
-    """Collective. All input that can be wrong is read before policy and engine are built."""
+    """Collective. Reads all input that can be wrong before it builds policy and engine."""
     stop_requested = noted_stop()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
     turns = turns_of_run(config, tokenizer)
@@ -169,12 +169,12 @@ def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
 def build_demonstrations(
     config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
 ) -> tuple[Data, Demonstrations | None]:
-    """Collective. The responses that prompts bring along, or that hooks remember; None where the
-    method reads none. In the data they are put aside where a hook is to give them.
+    """Collective. The demonstrations that prompts bring along, or that hooks remember; None where
+    the method reads none. In the returned data they are set aside where a hook hands them out.
 
     Raises:
-        ValueError: they are none, see ``check_demonstrations``, or hooks give responses for a
-            method that does not read which these are.
+        ValueError: one is invalid, see ``check_demonstrations``, or hooks give responses and the
+            method does not tell them from sampled ones.
     """
     hooks = {name: ROLLOUT_HOOKS[name] for name in config.rollout_hooks}
     giving = [name for name, hook in hooks.items() if hook.remembers or hook.on_demand]
@@ -200,8 +200,8 @@ def build_demonstrations(
 def read_prompts(
     config: Config, world: World, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None
 ) -> tuple[Data, GivenRows | None]:
-    """Collective. The prompts of a run, and the rows of its warm start that are not held out. A run
-    that samples nothing has these for training prompts, and reads no others.
+    """Collective. The prompts of a run, and the rows of its warm start that are not held out. In a
+    run that samples nothing these rows are the training prompts, and ``data.train`` is not read.
 
     Raises:
         ValueError: as ``read_data`` and ``given_prompts``, on every rank.
@@ -228,7 +228,7 @@ def build_post_rollout(
     hooks = {name: knobs for name, knobs in chosen if not ROLLOUT_HOOKS[name].resamples}
     return PostRollout(
         shown=partial(on_main, decode=decode, world=world),
-        # None where there is none: rank 0 then gets no tokens but those it trains on and logs.
+        # None without hooks: rank 0 then gathers no tokens but those it trains on and logs.
         after_scoring=RolloutHooks(hooks, world) if hooks else None,
         log_samples=folder.log_samples,
         num_samples=config.logging.log_samples,
@@ -258,7 +258,7 @@ def policy_settings(
 ) -> PolicySettings:
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    # Of plain sequences: half of its tokens where a micro-batch has each sequence once more.
+    # Counts plain sequences: half the limit where a method adds a second sequence per response.
     plain_tokens = config.batch.tokens_per_microbatch // config.method.sequences_per_response
     return PolicySettings(
         temperature=rollout.temperature,
@@ -303,7 +303,7 @@ def after_warm_start(
     rollouts: Rollouts,
     learner: Learner,
 ) -> tuple[Rollouts | WarmStart, Learner | WarmStartLearner]:
-    """``rollouts`` and ``learner``, behind the supervised steps on ``given``, where there are."""
+    """``rollouts`` and ``learner``, preceded by supervised steps on ``given`` unless it is None."""
     if given is None:
         return rollouts, learner
     steps = config.warm_start.steps
@@ -317,8 +317,8 @@ def after_warm_start(
 def build_engine(
     config: Config, world: World, policy: MegatronPolicy, multimodal: MultimodalConfig | None = None
 ) -> tuple[VllmEngine, WeightSync]:
-    """Collective. The engine takes its memory when it is built: the policy makes room for it as it
-    does in every step, and gets it back."""
+    """Collective. The engine takes its memory when it is built, so the policy is offloaded first
+    and reloaded afterwards, as in every step."""
     policy.offload(config.memory.offload)
     engine = VllmEngine(
         config.model.path,
@@ -328,7 +328,7 @@ def build_engine(
         multimodal=multimodal,
         expected=world.from_main(lambda: expected_tensors(Path(config.model.path))),
     )
-    # Before the engine sleeps: a plan looks at its weights.
+    # Before the engine sleeps: planning the sync reads its weights.
     weight_sync = build_sync(config, policy, engine, world)
     engine.sleep()
     policy.reload()

@@ -39,10 +39,10 @@ CONFIG = "config.json"
 RANDOM = "random_states.pt"
 WEIGHTS = "weights"
 IMAGES = "images"
-# What signals have given stands under these names in the tensors.
+# Prefixes of the names of the columns that signals have given.
 COLUMN = "column."
 TOKEN_COLUMN = "token_column."
-# Of a batch of sequences, an experience and its credit: what stands under its own name.
+# Fields of a SequenceBatch, an Experience and a Credit that are stored under their own names.
 OF_SEQUENCES = (
     *("token_ids", "prompt_lengths", "response_lengths"),
     *("prompt_index", "temperatures", "kept", "likely", EXPERTS),
@@ -56,7 +56,7 @@ Images = Sequence[Sequence[tuple[str, int, int]]]  # of each row: digest, width,
 
 @dataclass(frozen=True, kw_only=True)
 class BundleFacts:
-    """What ``bundle.json`` says."""
+    """The contents of ``bundle.json``."""
 
     step: int
     number: int  # of the minibatch within its step, from 1
@@ -65,7 +65,7 @@ class BundleFacts:
     splits: Sequence[Sequence[Sequence[int]]]  # the micro-batches of every data-parallel rank
     uids: Sequence[str]
     images: Images
-    # As the run has it, as ``grad_norm``; None where it was written before the update.
+    # ``loss`` and ``grad_norm`` as in the run; None where it was written before the update.
     loss: float | None
     grad_norm: float | None
 

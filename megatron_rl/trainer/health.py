@@ -31,7 +31,7 @@ WriteBundle = Callable[[Minibatch, UpdateResult | None], Path]
 
 @dataclass
 class Health:
-    """Judges what every rank knows alike, so that all ranks come to the same verdict."""
+    """Judges values that are equal on every rank, so that all ranks come to the same verdict."""
 
     nonfinite: NonFiniteConfig
     limits: MismatchLimits
@@ -45,7 +45,7 @@ class Health:
             logger.info("step %d: bundle written to %s", minibatch.step, path)
 
     def after(self, minibatch: Minibatch, result: UpdateResult) -> None:
-        """Collective where the run stops, with weights that the skipped steps left alone.
+        """Counts skipped steps. Where they stop the run it writes a bundle, which is collective.
 
         Raises:
             NonFiniteError: ``nonfinite.stop_after`` optimizer steps in a row were skipped.
@@ -63,7 +63,7 @@ class Health:
             raise NonFiniteError(
                 f"{found}; {skipped} optimizer steps in a row were skipped (nonfinite.stop_after)."
                 f" {self._bundle(minibatch, result)} The usual causes are optim.learning_rate and"
-                " optim.clip_grad; resume=auto goes on from the last checkpoint"
+                " optim.clip_grad; resume=auto continues from the last checkpoint"
             )
 
     def _bundle(self, minibatch: Minibatch, result: UpdateResult) -> str:
@@ -75,8 +75,8 @@ class Health:
         return f"To see where it comes from: python tools/replay_step.py {path}."
 
     def check_mismatch(self, step: int, mismatch: Mapping[str, float], *, skipped: bool) -> None:
-        """A difference that is not a number is above every limit. ``skipped``: an optimizer step of
-        this step was skipped, which stops nothing by itself.
+        """Compares sampler and trainer with the limits; NaN is above every limit. ``skipped``: an
+        optimizer step of this step was skipped, so a large difference does not stop the run.
 
         Raises:
             ValueError: the largest difference is above ``mismatch_limits.abort_above``.

@@ -52,10 +52,10 @@ class Learner:
     health: Health
     plan: MinibatchPlan
     placement: Placement
-    # The policy's updates compute logprobs in the number format of its scores, so that those of an
-    # update's own forward may stand in for a pass of their own.
+    # Updates compute logprobs in the same number format as ``Policy.score``, so an update's own
+    # forward can replace a pass for the old logprobs.
     update_matches_score: bool
-    # Updates take the experts of the pass that gives the old logprobs.
+    # Updates route tokens to the experts chosen in the pass that gives the old logprobs.
     records_experts: bool = False
     teachers: Sequence[Teacher] = ()  # those of ``model.teacher``
 
@@ -63,7 +63,7 @@ class Learner:
         """Collective: brings tokens to their owners, and adds the credit, what the method reads of
         the step, and the reference and old logprobs that are needed.
 
-        What comes back without old logprobs is ``on_policy``: decided here and nowhere else.
+        An experience returned without old logprobs is ``on_policy``: decided here, nowhere else.
         """
         experience = self.placement.to_owners(experience)
         if self.signals.needs("ref"):
@@ -87,7 +87,7 @@ class Learner:
         placed: Placed | None = None,
         rows: Sequence[int] | None = None,
     ) -> StepView:
-        """What signals are shown of ``rows``; None: of all."""
+        """What signals get to see of ``rows``; None: of all rows."""
         if placed is None or rows is None:
             assert experience.local is not None
             placed = Placed(experience.scored_tokens, experience.local)
@@ -111,7 +111,7 @@ class Learner:
         )
 
     def _shaped_rewards(self, experience: Experience) -> Float[Tensor, " responses"]:
-        """Where the method reads token ids, each response is looked at by its owner."""
+        """Where the method reads token ids, each owner shapes the rewards of its rows."""
         lengths = experience.loss_tokens
         if not self.method.reads_token_ids:
             return self.method.shape_rewards(experience.rewards, lengths, experience.truncated)
@@ -165,7 +165,7 @@ class Learner:
                 continue
             placed = self.placement.rebalanced_for(experience, rows)
             view = self.view(experience, placed, rows)
-            # Each signal may take a pass of the policy: every rank asks them in this order.
+            # A signal may run a pass of the policy: every rank calls them in the same order.
             columns = {**experience.columns, **self.signals.before_minibatch(view)}
             minibatch = Minibatch(step, number, replace(experience, columns=columns), rows)
             self.health.before(minibatch)
@@ -184,12 +184,12 @@ class Learner:
         return {**credit_metrics(experience), **updated, **of_tokens}
 
     def _update(self, minibatch: Minibatch, placed: Placed) -> UpdateResult:
-        """Collective: one optimizer step; with the old scores where there were none."""
+        """Collective: one optimizer step; returns the old scores too if no pass computed them."""
         experience = minibatch.experience
         loss = MinibatchLoss(
             self.method, self.signals, experience, minibatch.rows, placed.tokens, placed.local
         )
         scores = self.signals.score_outputs if experience.on_policy else None
         result = self.policy.update(loss.batch, loss, self.signals.update_outputs, scores=scores)
-        # Without the scores of what signals have added to the batch.
+        # Drops the scores of sequences that signals have added to the batch.
         return loss.of_responses(result)

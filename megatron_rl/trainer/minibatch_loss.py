@@ -58,26 +58,26 @@ class MinibatchLoss:
 
     @property
     def batch(self) -> LocalBatch:
-        """What the policy is to work on: ``local`` with what signals add to it."""
+        """The batch of the update: ``local`` with the sequences that signals add to it."""
         return self._extended.batch
 
     def of_responses(self, result: UpdateResult) -> UpdateResult:
-        """``result`` with the scores of ``local``."""
+        """``result`` with the scores of ``local`` alone."""
         if result.scores is None or not self._extended.extensions:
             return result
         return replace(result, scores=self._extended.without(result.scores.map(Tensor.cpu)))
 
     def __call__(self, view: TokenView) -> LossOutput:
-        """Between a forward and its backward: nothing here waits for the device."""
+        """Called between a forward and its backward, so nothing here may wait for the device."""
         device = view.logprobs.device
         view, found = self._extended.split(view)
         if self._on_device is None:
-            # Put there by the first micro-batch, found there by the others of the minibatch.
+            # Copied for the first micro-batch, reused for the others of the minibatch.
             self._on_device = (_to(device, self._fields), _to(device, self._columns))
         fields, columns = self._on_device
 
         def tokens(values: Tensor) -> Tensor:
-            # Columns and index are on the host: choosing there waits for nothing.
+            # Columns and index are on the host: indexing there does not wait for the device.
             return to_device(values[view.index], device)
 
         def optional(name: str) -> Tensor | None:
@@ -85,7 +85,7 @@ class MinibatchLoss:
 
         old_logprobs = optional("old_logprobs")
         if old_logprobs is None:
-            old_logprobs = view.logprobs.detach()  # of an on-policy step
+            old_logprobs = view.logprobs.detach()  # an on-policy step
         loss_mask = optional("sampled")
         if loss_mask is None:
             loss_mask = torch.ones_like(view.logprobs, dtype=torch.bool)

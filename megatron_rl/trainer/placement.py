@@ -1,13 +1,13 @@
 """Token rows on their way to the ranks that work on them.
 
-Every rank knows the lengths of all rows, so every rank plans alike which data-parallel rank works
-on which row, and no message says so. A row goes to the first rank of that data-parallel rank, its
-owner, and from there to those that hold the other parts of the same model: never to the world.
+Every rank knows the lengths of all rows, so every rank computes the same plan of which
+data-parallel rank works on which row, without communication. A row goes to the first rank of that
+data-parallel rank, its owner, and from there to those that hold the other parts of the same model.
 
 The plan of a pass over all rows gives each row its owner for the step, where its scores stay. A
-minibatch has a plan of its own: which rows it has is known after the credit only, and a later epoch
-mixes the groups anew. Rows that it wants elsewhere are copied for that update, with their scores.
-That keeps every pass balanced by its own plan, and costs at most 16 bytes for a token and pass.
+minibatch has a plan of its own: its rows are known only after the credit, and later epochs shuffle
+the groups again. Rows that it places elsewhere are copied for that update, with their scores. That
+keeps every pass balanced by its own plan, and costs at most 16 bytes per token and pass.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class Placement:
         return experience if given is None else experience.with_experts(given)
 
     def rebalanced_for(self, experience: Experience, rows: Sequence[int]) -> Placed:
-        """Collective: what a pass over ``rows`` needs, of an experience that is with its owners."""
+        """Collective: the tokens and the batch for a pass over ``rows``, after ``to_owners``."""
         tokens = experience.scored_tokens
         local = experience.local
         assert local is not None, "rows come from their owners: call to_owners first"
@@ -76,8 +76,8 @@ class Placement:
     def of_all_rows(
         self, rows: Int[np.ndarray, " rows"], values: np.ndarray, num_rows: int
     ) -> Float[np.ndarray, "all_rows columns"]:
-        """Collective: ``values`` ``[rows, columns]`` of the rows that ranks work on in a pass, told
-        by their owners; 0 of rows that are not in it."""
+        """Collective: gathers ``values`` ``[rows, columns]``, which ranks have for the rows of a
+        pass, from the owners of these rows; 0 for rows that are not in the pass."""
         num_told = len(rows) if self._owns else 0
         table = np.zeros((num_rows, values.shape[1]))
         for owned, of_owned in self.world.all_gather((rows[:num_told], values[:num_told])):
@@ -85,26 +85,26 @@ class Placement:
         return table
 
     def of_all_tokens(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " all_tokens"]:
-        """Collective: ``values`` of the tokens that ranks work on in a pass, each once, in the
-        order of the ranks."""
+        """Collective: gathers ``values`` of the tokens that ranks work on in a pass, each token
+        once, in the order of the ranks."""
         own = values if self._owns else values[:0]
         return torch.from_numpy(np.concatenate(self.world.all_gather(own.numpy())))
 
     def _route(self, experience: Experience, plan: Plan, rows: Sequence[int]) -> Route:
-        """From their owners to where ``plan`` wants ``rows``; the others go nowhere."""
+        """From the owners of ``rows`` to where ``plan`` places them; other rows do not travel."""
         responses = experience.responses
-        source = np.full(len(responses), -1)  # of no rank
+        source = np.full(len(responses), -1)  # no rank
         source[rows] = responses.holders[rows]
         target = np.full(len(responses), -1)
         target[rows] = owning_ranks(plan, len(responses), self.sharding.owners)[rows]
         return Route(responses.lengths, source, target)
 
     def _experts(self, experience: Experience, route: Route) -> TokenRows | None:
-        """Collective: the experts of tokens, if they were recorded, where ``route`` brings them."""
+        """Collective: sends the experts of tokens along ``route``; None: they were not recorded."""
         experts = experience.responses.experts
         if experts is None:
             return None
-        # They are of the tokens of prompts too.
+        # Prompt tokens have experts too.
         route = replace(route, lengths=experience.sequences.lengths.numpy())
         return exchange_rows(experts, route, self.world)
 
@@ -118,7 +118,7 @@ class Placement:
         everywhere: bool = False,
     ) -> Placed:
         """``held`` and ``experts``: the rows of the plan on their owners, or (``everywhere``) on
-        all that work on them."""
+        all ranks that work on them."""
         microbatches = plan[self.sharding.data_rank]
         own = np.array(sorted(chain.from_iterable(microbatches)), dtype=np.int64)
         lengths = experience.responses.lengths[own]
@@ -127,20 +127,20 @@ class Placement:
             whole_lengths = experience.sequences.lengths.numpy()[own]
             experts = self._given(experts, own, whole_lengths, everywhere)
         batch = experience.batch_of(own, tokens, experts)
-        # By their places in the batch, whose rows are in increasing order.
+        # As positions in the batch, whose rows are in increasing order.
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
         return Placed(tokens, LocalBatch(batch, places, torch.from_numpy(own)))
 
     def _given(
         self, held: TokenRows, own: np.ndarray, lengths: np.ndarray, everywhere: bool
     ) -> TokenRows:
-        """The rows ``own``, whose tokens are ``lengths``."""
+        """The rows ``own`` of this rank; ``lengths``: how many tokens each has."""
         if everywhere:
             return held.take(own)
         if self._owns:
             tokens = held.take(own)
         else:
-            # Not the owner: room for what it gives below.
+            # Not the owner: room for what the owner sends below.
             num_tokens = int(lengths.sum())
             columns = {
                 name: np.empty((num_tokens, *values.shape[1:]), values.dtype)

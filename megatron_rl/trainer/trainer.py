@@ -94,16 +94,16 @@ class Trainer:
         return {"step": step, **_step_metrics(experience, metrics, synced, clock)}
 
     def _log(self, metrics: dict[str, float]) -> bool:
-        """Whether they hold the best held-out score so far. The first row of a start also says how
-        long its phases took."""
+        """Logs ``metrics``; returns whether they hold the best held-out score so far. The first row
+        of a start also holds the seconds of its phases."""
         seconds = self.display.seconds
         metrics |= {f"time/start_{name}_s": seconds.pop(name) for name in list(seconds)}
         self.folder.log(metrics)
         return self.folder.scores.note(metrics)
 
     def _keep(self, step: int, *, save: bool, ends: bool) -> None:
-        """The checkpoint and the export that are due after ``step``; the last checkpoint of a run
-        is whole when this returns."""
+        """Makes the checkpoint and the export that are due after ``step``. The last checkpoint of a
+        run is complete when this returns."""
         export = self.folder.export_due(step)
         if not (save or export):
             return

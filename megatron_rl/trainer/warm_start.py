@@ -26,12 +26,12 @@ from megatron_rl.types import Prompt, Score, SyncReport
 logger = logging.getLogger(__name__)
 _UNJUDGED = Score(0.0, False, problem="given, not sampled")
 _PLAIN = Annealing(1.0, 1.0, decay_tokens=1.0, plain_tokens=0)  # temperature 1 everywhere
-# Of a supervised step; the others are of rewards, ratios and samplers, of which it has none.
+# Metrics of a supervised step. It has no rewards, ratios or sampler, so the others are dropped.
 _MEANINGFUL = ("loss/", "optim/", "rollout/entropy")
 
 
 def supervised(config: Config) -> Config:
-    """``config`` as supervised steps see it: their rows for training data, the response in the
+    """``config`` for supervised steps: the rows of the warm start as training data, the response in
     place of the answer, and the method ``sft``."""
     warm = config.warm_start
     assert warm.data is not None
@@ -39,7 +39,7 @@ def supervised(config: Config) -> Config:
     rows = {
         "train": warm.data,
         "train_weights": None,
-        "eval": (),  # whose columns are not these
+        "eval": (),  # it has other columns
         "answer_after": None,
         "columns": config.data.columns.model_copy(update=roles),
     }
@@ -63,7 +63,7 @@ def samples(config: Config) -> bool:
 def given_prompts(
     prompts: Sequence[Prompt], held_out: Sequence[Prompt], encode: Encode, max_response_tokens: int
 ) -> list[Prompt]:
-    """The rows without those whose prompt is held out; the response is the ``answer``.
+    """The rows whose prompt is not held out; their ``answer`` is the response to learn.
 
     Raises:
         ValueError: a response is too long, or no row is left.
@@ -122,7 +122,7 @@ class GivenRows:
 class WarmStart:
     """Implements ``protocols.RolloutSource``: given rows up to step ``steps``, then ``rollouts``.
 
-    Weights of supervised steps reach the engines when these are asked, and after the last one.
+    Weights of supervised steps reach the engines before these generate, and after the last step.
     """
 
     def __init__(self, rollouts: Rollouts, given: GivenRows, steps: int) -> None:
@@ -159,14 +159,14 @@ class WarmStart:
         return SyncReport(version, num_tensors=0, bytes_sent=0, bytes_total=0, seconds=0.0)
 
     def state(self) -> dict[str, Any]:
-        # Asked for its state before its first step, a scheduler would begin step 1.
+        # Before the first sampled step this would make a scheduler that begins at step 1.
         sampled = self.rollouts.state() if self._has_sampled else {}
         return {**sampled, "warm_start": self.given.loader.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         sampled = dict(state)
         position: Mapping[str, Any] | None = sampled.pop("warm_start", None)
-        if position is not None:  # else the checkpoint is of a run without these steps
+        if position is not None:  # else the checkpoint is of a run without a warm start
             self.given.loader.restore(position)
         self._has_sampled = bool(sampled)
         if sampled:
@@ -175,8 +175,8 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class WarmStartLearner:
-    """The learner of a run with a warm start: ``first`` up to step ``steps``, then ``after``. What
-    the warm start has made is the reference of the steps after it, by ``renew_reference``."""
+    """The learner of a run with a warm start: ``first`` up to step ``steps``, then ``after``. At
+    the end of the warm start ``renew_reference`` makes its result the reference of later steps."""
 
     first: Learner
     after: Learner
