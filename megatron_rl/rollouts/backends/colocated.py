@@ -58,7 +58,7 @@ class Colocation:
     @contextmanager
     def generation(self) -> Iterator[None]:
         """See protocols.RolloutSource. When the policy has the memory (after a checkpoint, say) it
-        is handed over first, without a sync unless the engine lost its weights in its sleep."""
+        is handed over first, without a sync unless the engine lost its weights while asleep."""
         assert self._published is not None, (
             "the engine generates with published weights: call publish first"
         )
@@ -73,7 +73,7 @@ class Colocation:
         self.ledger.record("generate")
 
     def publish(self, version: int) -> SyncReport:
-        """See protocols.RolloutSource. The report has the memory of all phases since the last."""
+        """See protocols.RolloutSource. Reports the memory of all phases since the last publish."""
         self.ledger.record("update")
         report = self._sync(version)
         measured = self.ledger.end_step() | {"time/reload_s": self._reload_s}
@@ -95,7 +95,7 @@ class Colocation:
 
     @contextmanager
     def to_engine(self) -> Iterator[None]:
-        """The engine's turn from its end on; inside both hold their weights: the weight sync."""
+        """Hands the memory to the engine. Inside this context both hold their weights, to sync."""
         assert self.owner == "policy", "the engine has the memory already"
         self.owner = "engine"
         with self.policy_restored():
@@ -109,8 +109,8 @@ class Colocation:
             self.ledger.record("wake_kv_cache")
 
     def to_policy(self) -> None:
-        """The policy's turn: the engine sleeps, what was offloaded comes back. Does nothing when
-        the policy has the memory."""
+        """Hands the memory to the policy: the engine sleeps, what was offloaded comes back. Does
+        nothing when the policy has the memory."""
         if self.owner == "policy":
             return
         self.engine.sleep()
@@ -121,7 +121,7 @@ class Colocation:
 
     @contextmanager
     def policy_restored(self) -> Iterator[None]:
-        """Passes an exception on when the policy has its memory; notes what did not come back."""
+        """On an exception gives the policy its memory back; failures of that are added as notes."""
         try:
             yield
         except BaseException as error:
@@ -140,9 +140,9 @@ class Colocation:
 
 
 class ColocatedEngines:
-    """Implements ``rollouts.Engines``: the engines of a launch, which generate when all ranks do.
-    Every token is sampled with the newest weights, and outside of ``step`` and ``generate`` engines
-    are idle."""
+    """Implements ``rollouts.Engines``: the engines of a launch, on which all ranks generate at the
+    same time. Every token is sampled with the newest weights, and outside of ``step`` and
+    ``generate`` engines are idle."""
 
     def __init__(
         self, backend: LaunchBackend, world: World, job: GenerationJob, colocation: Colocation
@@ -174,9 +174,9 @@ class ColocatedEngines:
         return sampled._replace(summary=summary)
 
     def _main(self, version: int) -> Dispatcher:
-        """On rank 0, for a step by weights of ``version``."""
+        """Rank 0's dispatcher, for a step sampled with weights of ``version``."""
         if self._dispatcher is None:
-            # Not before: what it gives to be scored would come to a generation between.
+            # Not earlier: an evaluation in between would receive the scores that it asks for.
             rules = self._job.rules
             if self._saved is None:
                 scheduler = Scheduler(rules, step=version, version=version)
@@ -188,20 +188,20 @@ class ColocatedEngines:
                 self._saved = None
         scheduler = self._dispatcher.scheduler
         if scheduler.version < version:
-            scheduler.end.skip_to(version)  # others may have had the steps between
+            scheduler.end.skip_to(version)  # a warm start may have had the steps in between
             scheduler.published(version)
             for worker in scheduler.queue.workers:
                 scheduler.switch(worker, version)
         return self._dispatcher
 
     def _carry(self, summary: StepSummary) -> int:
-        """Collective: drops what the step has used up, and gives every rank what the others have
-        got of responses that continue. Returns the sampled tokens of these."""
+        """Collective: drops what the step has used up, and gives every rank the tokens of responses
+        that continue in the next step. Returns how many of these were sampled."""
         groups = summary.groups
         store = self._job.store
         num_kept = 0
         if groups.level is not None:
-            # The ranks of a replica have the same tokens: one of them tells.
+            # The ranks of a replica have the same tokens: its leader sends them.
             is_leader = self._world.rank == self.backend.leader
             mine = store.unfinished(groups, summary.ended) if is_leader else []
             for of_rank in self._world.all_gather(mine):

@@ -1,5 +1,5 @@
-"""Which prompts servers fail at, which servers fail at prompts, and how long a request may take, by
-what the others take."""
+"""Requests that servers fail at, servers that fail, and how long a request may take, estimated from
+the answers so far."""
 
 import time
 from collections import Counter, deque
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_rl.errors import first_few
 
-MOST_SERVERS = 3  # that fail at one request
+MOST_SERVERS = 3  # where so many fail at one request the run ends
 Asked = tuple[str, int]  # what a server is asked: the uid of a prompt, the number of the response
 _SHOWN = 5
 _SHORTEST_LIMIT_S = 60.0
@@ -24,14 +24,13 @@ class PromptFailureError(RuntimeError):
 
 @dataclass
 class RequestFailures:
-    """A server that fails at one request may do others: the request goes to another one. A server
-    that fails twice without an answer between is marked dead.
+    """Counts failures, by server and by request.
 
-    Where ``MOST_SERVERS``, one after the other, have failed at one request or broke off while they
-    had it, the run ends: a prompt that ends every server it is sent to would end them all, again
-    and again. Counted by request: a machine that fails takes several servers along, which had
-    responses to one prompt.
-    """
+    A request that fails goes to another server. A server that fails twice without an answer in
+    between is marked dead. Where ``MOST_SERVERS``, one after the other, have failed at one request
+    or were lost while they had it, the run ends: a prompt that ends every server it is sent to
+    would end them all. Counted by request, not by prompt: a machine that fails takes several
+    servers along, which may have had responses to one prompt."""
 
     _of_server: Counter[str] = field(default_factory=Counter)  # since its last answer
     _at_request: dict[Asked, set[str]] = field(default_factory=dict)  # servers
@@ -47,13 +46,13 @@ class RequestFailures:
         self._at_request.pop(asked, None)
 
     def failed(self, server: str, asked: Asked, why: str) -> bool:
-        """A server that still runs has failed at a request; whether it is to be marked dead."""
+        """Notes that a running server failed at a request; returns whether to mark it dead."""
         self._of_server[server] += 1
         self.broke_off(server, [asked], why)
         return self._of_server[server] > 1
 
     def broke_off(self, server: str, requests: Iterable[Asked], why: str) -> None:
-        """A server was lost at work; it had these. Raises PromptFailureError."""
+        """Notes that a server was lost while it had these requests. Raises PromptFailureError."""
         for asked in requests:
             self._at_request.setdefault(asked, set()).add(server)
         if not self.fatal:
@@ -75,10 +74,10 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class RequestTimeouts:
-    """A request is overdue after ``factor`` times as long as a response of its full length takes,
-    and not before a minute: the median, over the last answers, of seconds a token, times the tokens
-    that this request may have. While nothing is answered nothing is overdue. ``factor``: None for a
-    wait without end.
+    """A request is overdue after ``factor`` times the seconds that a response of its full length
+    would take, but not before a minute. These are the median seconds per token of the last answers
+    times the tokens that the request may have. Before the first answer nothing is overdue.
+    ``factor``: None: no request is ever overdue.
 
     Example: answers of 100 tokens take 5 s, the factor is 4: 800 s where 4,000 tokens are allowed,
     6,400 s where 32,000 are.
@@ -91,7 +90,7 @@ class RequestTimeouts:
 
     @contextmanager
     def waiting(self, server: str, max_tokens: int) -> Iterator[Callable[[int], None]]:
-        """A request is under way inside; what it gives is told the tokens of the answer."""
+        """Context of one request; it yields what to call with the tokens of the answer."""
         name = object()
         begin_s = self.clock()
         self._waiting[name] = _Waiting(server, begin_s, max_tokens)
@@ -105,7 +104,7 @@ class RequestTimeouts:
             del self._waiting[name]
 
     def limit_s(self, max_tokens: int) -> float | None:
-        """Of a request that may have so many tokens; None: not known, or none."""
+        """Time limit of a request for so many tokens; None: not known yet, or no limit."""
         if self.factor is None or not self._token_s:
             return None
         return max(_SHORTEST_LIMIT_S, self.factor * median(self._token_s) * max_tokens)

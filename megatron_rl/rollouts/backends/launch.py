@@ -26,22 +26,22 @@ from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
 
 _TO_MAIN = "rank 0"
-# A rank with nothing to do waits before the next look, twice as long each time, between these.
+# Bounds of the pause of a rank with nothing to do, which doubles from one poll to the next.
 _SHORTEST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.1
 
 
 @dataclass
 class LaunchBackend:
-    """Generations of a launch, one after the other; implements ``GenerationBackend`` by tasks that
-    rank 0 collects for each replica, and sends."""
+    """Implements ``GenerationBackend`` with the engines of a launch, one generation at a time: rank
+    0 collects tasks for each replica and sends them."""
 
     engine: Generator
     rewards: RewardThread
     world: World
     display: Display
     turns: Turns | None = None
-    _team: Any = None  # of the ranks of a replica, made when it is needed first
+    _team: Any = None  # process group of the ranks of a replica, made when first needed
     _tasks: dict[int, ReplicaTask] = field(default_factory=lambda: defaultdict(ReplicaTask))
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class LaunchBackend:
         return int(self.leaders[number])
 
     def _send_tasks(self, *, is_end: bool) -> None:
-        """To every replica that has something to do; ``is_end``: that it is over."""
+        """To replicas that have something to do; ``is_end``: tells all that the generation ends."""
         if is_end:
             self._tasks = {number: ReplicaTask(is_end=True) for number in range(len(self.leaders))}
         for replica, task in self._tasks.items():
@@ -95,9 +95,9 @@ class LaunchBackend:
     def run(
         self, job: GenerationJob, dispatcher: Dispatcher | None, what: str, clock: Clock
     ) -> StepSummary:
-        """Collective: until the next step of ``dispatcher`` (on rank 0) has its groups. The clock
-        counts as ``reward`` the time in which all is sampled and scores are waited for, which rank
-        0 knows, and as ``rollout`` the rest. ``what``: for the display."""
+        """Collective: generates until the next step of ``dispatcher`` (on rank 0) has its groups.
+        The clock counts as ``reward`` the time in which all is sampled and only scores are missing,
+        which rank 0 knows, and as ``rollout`` the rest. ``what``: for the display."""
         world = self.world
         number = world.rank - self.leader
         place = (number, self._ranks_per_replica)
@@ -171,9 +171,9 @@ def _queue(replica: int) -> str:
 class StoreQueue:
     """Queues by name, each emptied by one rank, in the order in which messages came.
 
-    They are those of the store of the launch; a look is one request to it where nothing has come.
-    Messages are pickled, as those of the collectives of control are: the store serves the ranks of
-    this launch alone. Its calls belong to the main thread.
+    They live in the launch's store; polling an empty queue costs one request to it. Messages are
+    pickled, as in collectives of the control group: the store serves the ranks of this launch
+    alone. Call it from the main thread only.
 
     Example: ``queues.send("to rank 1", "start")``, and there ``queues.receive("to rank 1")``.
     """

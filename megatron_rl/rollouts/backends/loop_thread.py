@@ -11,8 +11,8 @@ REPORT_EVERY_S = 1.0
 
 
 class LoopThread:
-    """``call`` and ``stop`` are for the main thread, ``soon`` for any, all else for itself. What a
-    task of ``spawn`` or ``soon`` raises is raised in ``until`` and ``unless_failed``.
+    """``call`` and ``stop`` are for the main thread, ``soon`` is for any thread, all else for this
+    one. What a task of ``spawn`` or ``soon`` raises is raised in ``until`` and ``unless_failed``.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +28,7 @@ class LoopThread:
         work: Coroutine[Any, Any, Result],
         meanwhile: Callable[[], None] | None = None,
     ) -> Result:
-        """What ``work`` gives. ``meanwhile``: called here every ``REPORT_EVERY_S`` until then."""
+        """Result of ``work``. ``meanwhile``: the caller runs it every ``REPORT_EVERY_S``."""
         outcome = asyncio.run_coroutine_threadsafe(work, self._loop)
         if meanwhile is not None:
             while not wait([outcome], REPORT_EVERY_S).done:
@@ -65,7 +65,7 @@ class LoopThread:
         return self._failure is not None
 
     def changed(self) -> None:
-        """``until`` looks again."""
+        """Has ``until`` look again."""
         self._changed.set()
 
     async def until(self, answer: Callable[[], Result | None]) -> Result:
@@ -80,8 +80,8 @@ class LoopThread:
             await self._changed.wait()
 
     async def unless_failed(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Waits for ``work``, which is cancelled where something else has failed: it may wait for a
-        server that is not watched any more."""
+        """Result of ``work``, which is cancelled where another task has failed: it might wait for a
+        server that nothing watches any more."""
         task = self._loop.create_task(work)
         task.add_done_callback(lambda _: self._changed.set())
         try:

@@ -11,13 +11,13 @@ logger = logging.getLogger(__name__)
 
 
 class FleetEvent(NamedTuple):
-    """Why the main thread is to act before it gets what it waits for.
+    """What the main thread has to act on before it gets what it waits for.
 
     Attributes:
-        servers: URLs of those that are to get weights, by name.
-        version: Which weights; None: those that are published.
-        is_settled: Of a run that has no server left: whether the newest weights are all that is
-            wanted.
+        servers: URLs of the servers that are to get weights, by name.
+        version: Version of these weights; None: the published one.
+        is_settled: Where no server is left: whether nothing that is open needs older weights than
+            the newest.
     """
 
     kind: Literal["join", "starved"]
@@ -32,10 +32,10 @@ class NoServerError(ConnectionError):
 
 @dataclass
 class Server:
-    """One that has weights of the run; where it has not joined yet, staged ones are its first.
+    """A server that has weights of the run. Before it joins, staged ones are its first.
 
     Attributes:
-        staged: The version that it has next to those in use; it keeps them when they are.
+        staged: Version of the weights beside those in use; not reset when it switches to them.
     """
 
     url: str
@@ -44,11 +44,11 @@ class Server:
 
 
 class FleetReadiness:
-    """Each question is answered by None as long as there is nothing to say. Servers by name;
-    ``newcomers``: URLs of those that want to join."""
+    """Whether what the main thread waits for is there; None: not yet. Servers are named;
+    ``newcomers``: URLs of those that want to join, by name."""
 
     def __init__(self, dispatcher: Dispatcher, recall: Callable[[str], None]) -> None:
-        """``recall``: takes its work from a server."""
+        """``recall``: takes back the requests of a server."""
         self.servers: dict[str, Server] = {}
         self.newcomers: dict[str, str] = {}
         self._dispatcher = dispatcher
@@ -63,7 +63,7 @@ class FleetReadiness:
         return {name: one.url for name, one in self.servers.items() if name in workers}
 
     def note_arrival(self, name: str, url: str) -> Server:
-        """A server has weights."""
+        """Notes that a server has weights."""
         self.newcomers.pop(name, None)
         self._is_told_of_starving = False
         return self.servers.setdefault(name, Server(url))
@@ -84,8 +84,8 @@ class FleetReadiness:
         }
 
     def begin_switches(self) -> dict[str, Server]:
-        """The servers that are to go over now, each when it has done what is wanted of the old
-        weights; the caller has them do it."""
+        """The servers that are to switch to staged weights now: those that have done what needs the
+        old ones. The caller has them switch."""
         begun = {}
         for name, server in self._to_switch().items():
             worker = self._scheduler.queue.workers.get(name)
@@ -94,20 +94,20 @@ class FleetReadiness:
             if worker is not None:
                 if not self._scheduler.may_switch(name):
                     continue
-                if self._scheduler.rules.lockstep:  # else what runs continues with the new ones
-                    self._scheduler.queue.recall(name)  # it is idle: nothing waits again
+                if self._scheduler.rules.lockstep:  # else running requests continue with them
+                    self._scheduler.queue.recall(name)  # it is idle: no request is taken back
             server.is_switching = True
             begun[name] = server
         return begun
 
     def _will_have(self, version: int) -> bool:
-        """Whether a server will go over to this version by itself."""
+        """Whether a server will switch to this version by itself."""
         return any(server.staged == version for server in self._to_switch().values())
 
-    # Questions
+    # What the main thread waits for
 
     def arrivals(self) -> FleetEvent | None:
-        """Of those that want to join; or once that none is left."""
+        """Event of servers that want to join; or, reported once, that no server is left."""
         if self.newcomers:
             return FleetEvent("join", dict(self.newcomers))
         if not self.servers and not self._is_told_of_starving:
@@ -116,7 +116,7 @@ class FleetReadiness:
         return None
 
     def next_step(self) -> Literal[True] | FleetEvent | None:
-        """The next step has its groups, and a server is there for what else waits."""
+        """True where the next step has its groups, and there is a server for what else waits."""
         has_work = self._scheduler.queue.num_waiting > 0
         if self._dispatcher.is_ready and (self.servers or not has_work):
             return True
@@ -128,11 +128,11 @@ class FleetReadiness:
         return not scheduler.rules.lockstep or scheduler.is_past(scheduler.version)
 
     def settled(self) -> Literal[True] | FleetEvent | None:
-        """The newest weights are all that is wanted; not in lockstep it does not matter."""
+        """True where nothing needs older weights than the newest; always true outside lockstep."""
         return True if self._is_settled else self._lacking()
 
     def drained(self, version: int) -> Mapping[str, str] | FleetEvent | None:
-        """All servers may get weights of ``version``: these."""
+        """URLs of all servers, by name, where they may get weights of ``version``."""
         if version > self._scheduler.version:  # not where a run resumes from a checkpoint
             is_staged = self._scheduler.rules.staleness > 0
             busy = self._has_switched() if is_staged else self._is_drained()
@@ -141,7 +141,7 @@ class FleetReadiness:
         return {**self.at_work, **self.newcomers}
 
     def _is_drained(self) -> Literal[True] | FleetEvent | None:
-        """Of weights that take the place of the old ones at once: True where they may."""
+        """For weights that replace the old ones at once: True where they may."""
         scheduler = self._scheduler
         if self.at_work:
             return all(map(scheduler.may_switch, self.at_work)) or None
@@ -151,7 +151,7 @@ class FleetReadiness:
         return True
 
     def _has_switched(self) -> Literal[True] | FleetEvent | None:
-        """Of weights that are staged: True where what was staged before is in use everywhere."""
+        """For staged weights: True where those staged before are in use everywhere."""
         settled = self.settled()
         if settled is not True:
             return settled
@@ -159,14 +159,14 @@ class FleetReadiness:
         return None if is_switching or self._to_switch() else True
 
     def newest(self) -> list[str] | None:
-        """Servers with the newest weights; none where no server has or will have them unasked."""
+        """Servers with the newest weights; None: one will switch to them by itself; empty: none."""
         workers = self._scheduler.queue.workers
         version = self._scheduler.version
         names = sorted(name for name in self.at_work if workers[name].version == version)
         return names if names or not self._will_have(version) else None
 
     def for_newest(self) -> FleetEvent | None:
-        """Where ``newest`` are none: the servers that are to get the newest weights."""
+        """Where ``newest`` is empty: the servers that are to get the newest weights."""
         may_switch = self._scheduler.may_switch
         idle = {name: url for name, url in self.at_work.items() if may_switch(name)}
         for name in idle:
@@ -174,8 +174,8 @@ class FleetReadiness:
         return FleetEvent("join", {**idle, **self.newcomers}) if idle else self.arrivals()
 
     def _lacking(self) -> FleetEvent | None:
-        """In lockstep, where weights are staged: something waits for older ones than any server
-        has. The trainer has them for one that has come, or one that goes back to them."""
+        """In lockstep with staged weights: a request waits for older weights than any server has.
+        The trainer gives them to a newcomer, or to a server that goes back to them."""
         rules = self._scheduler.rules
         version = self._scheduler.queue.stranded
         if not (rules.lockstep and rules.staleness) or version is None or self._will_have(version):
@@ -185,7 +185,7 @@ class FleetReadiness:
         if not self.at_work:
             return self.arrivals()
         workers = self._scheduler.queue.workers
-        # Those that are held are going over to other weights at this moment.
+        # Those that are held are switching to other weights at this moment.
         free = [one for one in self.at_work if not workers[one].is_held]
         if not free:
             return None

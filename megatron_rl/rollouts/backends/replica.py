@@ -29,8 +29,8 @@ _PROGRESS_EVERY_S = 1.0
 @dataclass
 class ReplicaTask:
     """What a replica is to begin and to stop; at the end of a generation it stops everything.
-    ``level``: see ``GenerationBackend.pause``; None: as before. ``outcomes``: what environments
-    have answered, of the replica's first rank."""
+    ``level``: see ``GenerationBackend.pause``; None: unchanged. ``outcomes``: answers of
+    environments, which the replica's first rank has asked."""
 
     begin: list[GenerationRequest] = field(default_factory=list)
     stop: list[Request] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Open(NamedTuple):
 
     Attributes:
         began_s: By ``time.monotonic``.
-        got: What is there of it, from earlier steps and turns.
+        got: Its tokens from earlier steps and turns.
     """
 
     wanted: GenerationRequest
@@ -57,9 +57,9 @@ class Replica:
     """This rank's part of one generation: what runs here, and where its tokens go.
 
     Attributes:
-        number: Of this rank among the ``num_ranks`` of its replica.
-        turns: None where a response has one.
-        num_tokens: Sampled, of all responses that are no longer running.
+        number: This rank's number among the ``num_ranks`` of its replica.
+        turns: None where a response has a single turn.
+        num_tokens: Tokens sampled for all responses that are no longer running.
     """
 
     engine: Generator
@@ -71,11 +71,11 @@ class Replica:
     num_tokens: int = 0
     _num_ended: int = 0
     _running: dict[int, Open] = field(default_factory=dict)  # by the engine's request id
-    # Those whose environment is asked, by a number that is equal on all ranks of the replica.
+    # Responses whose environment is asked, by a number that is equal on all ranks of the replica.
     _waiting: dict[Hashable, Open] = field(default_factory=dict)
     _num_asked: int = 0
-    _events: list[Event] = field(default_factory=list)  # told with the next that happens
-    _said_progress: float = field(default_factory=time.monotonic)
+    _events: list[Event] = field(default_factory=list)  # sent by the next ``work``
+    _progress_sent_s: float = field(default_factory=time.monotonic)
     _level: int | None = None
 
     @property
@@ -97,13 +97,13 @@ class Replica:
         now = time.monotonic()
         held = self.job.store.held
         begun = [Open(wanted, now, held(wanted.request.place)) for wanted in task.begin]
-        # An outcome of a response that was stopped meanwhile is of none that waits.
+        # Outcomes of responses that were stopped meanwhile are dropped.
         answered = [each for each in task.outcomes if each[0] in self._waiting]
         begun += [one for each in answered if (one := self._follow(*each)) is not None]
         self._begin(begun)
 
     def _follow(self, key: Hashable, outcome: Outcome) -> Open | None:
-        """What is to be sampled next of a response whose environment has answered."""
+        """A response whose environment has answered, for its next turn; None: it has ended."""
         one = self._waiting.pop(key)
         assert one.got is not None, "it has sampled a turn"
         if outcome.is_over:
@@ -112,8 +112,8 @@ class Replica:
         return one._replace(got=appended(one.got, outcome.tokens))
 
     def _begin(self, begun: Sequence[Open]) -> None:
-        """Those of a group and a turn together: their sampling is the same. Where an earlier step
-        has ended with a turn its environment is asked first."""
+        """Responses of one group and turn are submitted together: their sampling is the same. Where
+        a turn ended with an earlier step the environment is asked first."""
         together: dict[tuple[int, int], list[Open]] = defaultdict(list)
         for one in begun:
             if one.got is not None and self.turns is not None and self.turns.asks(one.got):
@@ -131,7 +131,7 @@ class Replica:
             self._running.update(zip(numbers, several, strict=True))
 
     def work(self) -> list[Event]:
-        """The engine works for a moment; what rank 0 is to hear of it from this rank."""
+        """Has the engine work for a moment; returns the events that this rank sends to rank 0."""
         worker = worker_name(self.engine.replica)
         for number, new in self.engine.poll() if self._running else ():
             one = self._running.pop(number)
@@ -143,8 +143,8 @@ class Replica:
         events, self._events = self._events, []
         events += [Scored(one.request, score) for one, score in self.rewards.take()]
         now = time.monotonic()
-        if self.number == 0 and (events or now > self._said_progress + _PROGRESS_EVERY_S):
-            self._said_progress = now
+        if self.number == 0 and (events or now > self._progress_sent_s + _PROGRESS_EVERY_S):
+            self._progress_sent_s = now
             lengths = self.engine.running_lengths()
             num_tokens = self.num_tokens + sum(lengths.values())
             events.append(WorkerProgress(worker, num_tokens, max(lengths.values(), default=0)))
@@ -160,7 +160,7 @@ class Replica:
             self._ask(one._replace(got=got))
 
     def _ask(self, one: Open) -> None:
-        """Its environment, by the first rank."""
+        """Has the replica's first rank ask the environment of a response."""
         self._num_asked += 1
         self._waiting[self._num_asked] = one
         if self.number == 0:
@@ -185,7 +185,7 @@ class Replica:
             self._events.append(Ended.of(worker_name(self.engine.replica), request, got))
 
     def _pause(self) -> list[Request]:
-        """Ends what has come to the level of the step, and keeps its tokens."""
+        """Ends responses that have reached the level of the step, and keeps their tokens."""
         if self._level is None:
             return []
         lengths = self.engine.running_lengths()

@@ -1,4 +1,4 @@
-"""Requests of one job to servers: the steps of a run, or answers to some prompts besides."""
+"""Requests of one job to servers: the steps of a run, or answers to other prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_rl.types import Completion, Prompt, Sampling, Score
 
 
 def check_versions(request: Request, completion: Completion, *, exact: bool) -> None:
-    """``exact``: in lockstep. Raises ValueError."""
+    """Raises ValueError for a response of other weights; ``exact``: of newer ones, too."""
     versions = [span.version for span in completion.spans]
     wrong = versions != [request.version] if exact else min(versions) < request.version
     if wrong:
@@ -48,12 +48,12 @@ class ServerParts:
         connect: A client for a URL.
         switch: Makes the server at a URL use a version that it has staged; raises ConnectionError
             where it does not.
-        rewards: Makes the thread that scores responses; it is given what to call, in that thread,
-            when some are scored.
+        rewards: Makes the thread that scores responses, from what that thread is to call when some
+            are scored.
         capacity: Requests that a server is sent at a time.
         timeouts: How long one of them may take.
         longest_response: In tokens.
-        turns: None where a response has one.
+        turns: None where a response has a single turn.
     """
 
     connect: Callable[[str], ServerClient]
@@ -67,17 +67,17 @@ class ServerParts:
 
 @dataclass(frozen=True)
 class AskedTurns:
-    """Environments that the requests of all jobs ask; it belongs to the thread."""
+    """Asks environments for the requests of all jobs. For the backend's thread alone."""
 
     turns: Turns
 
     async def outcome(self, waiting: Waiting) -> Outcome:
-        """Of a turn that a server has ended; the key of ``waiting`` becomes what awaits it."""
+        """Outcome of a turn that a server has ended; replaces the key of ``waiting``."""
         if not self.turns.asks(waiting.whole):
             return self.turns.ended(waiting.whole)
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.turns.give(waiting._replace(key=answer))
-        self.take()  # begins to ask, unless others are asked
+        self.take()  # starts a call, unless one is running
         return await answer
 
     def take(self) -> None:
@@ -90,14 +90,14 @@ class AskedTurns:
 
 @dataclass(frozen=True)
 class ServerFleet:
-    """The servers at work, as the requests of all jobs share them; it belongs to the thread.
+    """The servers at work, shared by the requests of all jobs. For the backend's thread alone.
 
     Attributes:
-        clients: By name, as the backend has them at any time.
-        failures: What servers fail at.
-        note_failure: Told that a server has not answered a request; it may call ``lost`` in turn.
+        clients: By server name; the backend adds and removes them.
+        note_failure: Called when a server has not answered a request; it may call
+            ``ServerRequests.lost``.
         turn: Has every dispatcher take its turn.
-        asked_turns: None where a response has one.
+        asked_turns: None where a response has a single turn.
     """
 
     parts: ServerParts
@@ -111,7 +111,7 @@ class ServerFleet:
 
 
 class ServerRequests:
-    """Implements ``GenerationBackend`` for one job. For the thread alone."""
+    """Implements ``GenerationBackend`` for one job. For the backend's thread alone."""
 
     def __init__(self, job: GenerationJob, scheduler: Scheduler, fleet: ServerFleet) -> None:
         self.job = job
@@ -133,7 +133,7 @@ class ServerRequests:
         self.scheduler.queue.join(name, self._fleet.parts.capacity, version)
 
     def lost(self, name: str) -> list[Asked]:
-        """A server is marked dead, and others get what it had. Returns that."""
+        """Takes back the requests of a server that is marked dead, for others; returns them."""
         unanswered = [request for worker, request in self._running if worker == name]
         self.scheduler.queue.leave(name)
         for request in unanswered:
@@ -142,13 +142,13 @@ class ServerRequests:
         return [self._asked(request) for request in unanswered]
 
     def note_score(self, one: Unscored, score: Score) -> None:
-        """A score of any job. A group may have been dropped meanwhile, and admitted again: then
-        another completion is in its place."""
+        """Takes the score of a response of any job. Where a group was dropped meanwhile and
+        admitted again, another completion is in its place: the score is then ignored."""
         if self.job.store.get(one.request.place) is one.completion:
             self._events.append(Scored(one.request, score))
 
     def end(self) -> None:
-        """Nothing is wanted any more."""
+        """Aborts all requests: the job needs no more of them."""
         for worker, request in list(self._running):
             self.abort(worker, request)
 
@@ -164,7 +164,7 @@ class ServerRequests:
             work.cancel()
 
     def pause(self, level: int) -> None:
-        """See GenerationBackend. Requests look at it with the next tokens that come."""
+        """See GenerationBackend. Requests check the level when their next tokens arrive."""
         self._level = level
 
     def events(self) -> list[Event]:
@@ -186,7 +186,7 @@ class ServerRequests:
         try:
             whole, outcome, is_paused = await self._response(worker, wanted, prompt)
         except ServerLostError as error:
-            # Before the failure is noted: a server that is marked dead for it loses this one too.
+            # Before the failure is noted: if it ends the server, ``lost`` must not find this one.
             self._running.pop((worker, request), None)
             self.num_reissued += 1
             self._events.append(Unfinished(worker, request, is_paused=False))
@@ -206,15 +206,15 @@ class ServerRequests:
     async def _response(
         self, worker: str, wanted: GenerationRequest, prompt: Prompt
     ) -> tuple[Completion, Outcome | None, bool]:
-        """All of a response, what its environment says of it, and whether it continues in the next
-        step. All of its turns are by one server: another begins with the first."""
+        """A whole response, the outcome of its environment, and whether it continues in the next
+        step. One server samples all of its turns: another server begins with the first."""
         request, began_s = wanted.request, time.monotonic()
         got = self.job.store.held(request.place)
         asked_turns = self._fleet.asked_turns
         while True:
             turn = 0 if got is None else len(turns_of(got)) - 1
             sampling = self.job.plan(wanted.step, prompt, request.version, turn)
-            # Where an earlier step has ended with a turn its environment is asked first.
+            # Where a turn ended with an earlier step the environment is asked first.
             if got is None or asked_turns is None or not asked_turns.turns.asks(got):
                 new, is_paused = await self._sampled(worker, wanted, prompt, sampling, got)
                 got = joined(got, new)
@@ -238,15 +238,15 @@ class ServerRequests:
         sampling: Sampling,
         got: Completion | None,
     ) -> tuple[Completion, bool]:
-        """What a server says next of a response that has ``got`` so much, and whether the level of
-        the step has ended that."""
+        """What a server samples after the tokens of ``got``, and whether the level of the step has
+        ended it."""
         request, fleet = wanted.request, self._fleet
         client = fleet.clients[worker]
         so_far = () if got is None else got.token_ids
         begin = wanted.begin + len(so_far) - self.job.store.length(request.place)
 
         def is_enough(num_tokens: int) -> bool:
-            """Whether the response has come to the level of its step."""
+            """Whether the response has reached the level of its step."""
             return self._level is not None and begin + num_tokens >= self._level
 
         with fleet.parts.timeouts.waiting(worker, sampling.max_response_tokens) as answered:
@@ -254,7 +254,7 @@ class ServerRequests:
                 new, is_paused = await client.generate_until(
                     prompt, sampling, request.response, so_far, is_enough
                 )
-                if is_paused:  # no server says with which weights: in lockstep those asked for
+                if is_paused:  # the server names no version then: in lockstep the one asked for
                     new = replace(new, weight_version=request.version, spans=())
             else:
                 new = await client.generate(prompt, sampling, request.response, so_far)

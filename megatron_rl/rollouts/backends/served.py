@@ -37,10 +37,10 @@ class ServerEngines:
     """Implements ``rollouts.Engines``; see the head of this file.
 
     Attributes:
-        held: Weights that the fleet takes in place of the policy's, where servers may still want
+        held: Weights that the fleet takes in place of the policy's, where servers may still need
             those of the version before.
-        make_backend: That of rank 0, from a saved state.
-        save: Leaves a checkpoint of the step that is finished.
+        make_backend: Makes the backend of rank 0, from a saved state.
+        save: Leaves a checkpoint of a finished step.
         checks: Due at some publications; None: never.
         has_turns: Whether environments append to responses.
     """
@@ -62,7 +62,7 @@ class ServerEngines:
 
     @property
     def _main(self) -> ServerBackend:
-        """On rank 0."""
+        """The backend, on rank 0."""
         if self._backend is None:
             self._backend = self.make_backend(self._saved)
             self._saved = None
@@ -99,7 +99,7 @@ class ServerEngines:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
     ) -> SampledStep:
-        """Besides what the servers do for training. Tokens lie on rank 0."""
+        """Runs beside the servers' work for training. The tokens lie on rank 0."""
         known = self.job.demonstrations
         job = answers_to(prompts, sampling, known, lockstep=self.job.rules.lockstep)
         with clock("rollout"), self.display.phase(what, announced=False):
@@ -128,8 +128,9 @@ class ServerEngines:
     generation = training
 
     def publish(self, version: int) -> SyncReport:
-        """In lockstep it waits until what is wanted of the old weights is sampled; of those before
-        them, where weights are staged. A server that does not take the weights is marked dead."""
+        """In lockstep it waits until all that needs the old weights is sampled; where weights are
+        staged, all that needs those before them. A server that does not take them is marked dead.
+        """
         if self._published < 0 < version and self._saved is None:
             raise ValueError(
                 f"resume: step {version} has no rollouts that source=servers could resume from (the"
@@ -140,8 +141,8 @@ class ServerEngines:
         if self.held is not None:
             self.held.hold(version)
         self.fleet.keep(servers)
-        # After the drain, which may still sample what hooks gave older versions; before the push,
-        # with which servers ask for this one.
+        # After the drain, which may still sample as hooks decided for older versions; before the
+        # push, after which requests ask for this version.
         self.job.plan.published(version)
         self._published = version
         report = self._push(servers, version, staged=self.job.rules.staleness > 0)
@@ -149,7 +150,7 @@ class ServerEngines:
             return report
         try:
             return self.checks.check(report, expected)
-        except NoServerError:  # on every rank; whoever comes gets compared the next time
+        except NoServerError:  # on every rank; servers that join are compared at the next check
             return report
 
     def _push(
@@ -166,9 +167,9 @@ class ServerEngines:
         return report.sync
 
     def _met(self, finished: int, work: Callable[[], Result | FleetEvent]) -> Result:
-        """Collective: what ``work`` gives on rank 0, once there are servers for it. Those that come
-        get the published weights. ``finished``: the last step, for a checkpoint; 0 where the policy
-        is already further."""
+        """Collective: what ``work`` gives on rank 0, once there are servers for it. Servers that
+        join get the published weights. ``finished``: the last step, for a checkpoint; 0 where the
+        policy is already further."""
         while True:
             outcome = self.world.from_main(work)
             if not isinstance(outcome, FleetEvent):
@@ -180,8 +181,8 @@ class ServerEngines:
                 self._wait_for_servers(finished, outcome)
 
     def _wait_for_servers(self, finished: int, event: FleetEvent) -> None:
-        """No server is left. What is open in lockstep may want the weights of the version
-        before, which no checkpoint has; then the last one stands."""
+        """No server is left: leaves a checkpoint, unless open responses in lockstep need the
+        weights of the version before, which no checkpoint has."""
         if self.world.is_main:
             logger.warning(
                 "no server is left: the run waits for one to register in run_dir/servers"
@@ -198,8 +199,8 @@ class ServerEngines:
         return self.world.from_main(lambda: self._main.score(sequences, images))
 
     def state(self) -> dict[str, Any]:
-        """In lockstep it waits until nothing is wanted of older weights than the policy's: those
-        are in no checkpoint."""
+        """In lockstep it waits until nothing needs older weights than the policy's, which no
+        checkpoint has."""
         self._met(0, lambda: self._main.settled())
         return self.world.from_main(lambda: self._main.state())
 

@@ -1,8 +1,8 @@
 """Rank 0's thread that keeps servers busy while the policy trains.
 
-Dispatchers say what is to be sampled; this sends it to servers, has what comes back rewarded, and
-marks servers dead that fail. All of its state belongs to the thread; the methods of
-``ServerBackend`` for the main thread hand work over to it and wait.
+Dispatchers say what is to be sampled; this sends it to servers, has their answers scored, and marks
+servers dead that fail. All of its state belongs to the thread; the methods of ``ServerBackend`` for
+the main thread hand work over to it and wait.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.types import Image
 
 LOOK_EVERY_S = 0.5
-_SWITCHES = 64  # servers that go over to staged weights at a time
+_SWITCHES = 64  # servers that switch to staged weights at a time
 _SCORED: Asked = ("of the logprob check", 0)
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ def in_thread(work: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[...,
 
 
 class ServerBackend:
-    """Jobs at vLLM servers: the steps of a run, and answers to other prompts between. For rank
-    0."""
+    """Runs jobs on vLLM servers: the steps of a run, and answers to other prompts in between. On
+    rank 0 only."""
 
     def __init__(
         self,
@@ -88,20 +88,20 @@ class ServerBackend:
         else:
             self._scheduler = Scheduler.restored(job.rules, saved["scheduler"])
         self._training = ServerRequests(job, self._scheduler, self._fleet)
-        self._besides: ServerRequests | None = None  # answers to other prompts, while they are made
+        self._other: ServerRequests | None = None  # answers to other prompts, while they are made
         self._readiness = FleetReadiness(self._training.dispatcher, self._recall)
         self._switches = ThreadPoolExecutor(_SWITCHES, "switches")
-        self._num_reissued = 0  # besides training
+        self._num_reissued = 0  # in answers to other prompts
         self._num_scored = 0
-        self._dead: set[str] = set()  # no other start of a server has its name
+        self._dead: set[str] = set()  # names; a server that is started again has a new one
         self._thread.call(self._start(saved))
 
     # From the main thread
 
     def wait(self, report: Callable[[Progress], None] | None = None) -> Literal[True] | FleetEvent:
-        """Until the next step has its groups, a server wants to join, or none is left to work: the
-        last is reported once. ``report`` is given the progress of all steps that are begun. Raises
-        what the thread met: a request that every server would refuse, a reward that fails."""
+        """Waits until the next step has its groups, a server wants to join, or none is left, which
+        is reported once. ``report`` is given the progress of all steps that have begun. Re-raises
+        errors of the thread: a request that every server would refuse, a reward that fails."""
         event = self._thread.until(self._readiness.next_step)
         if report is None:
             return self._thread.call(event)
@@ -115,13 +115,13 @@ class ServerBackend:
         return self._thread.call(event, lambda: report(self._thread.call(progress())))
 
     def drained(self, version: int) -> Mapping[str, str] | FleetEvent:
-        """Waits until every server may get weights of ``version``, or where they are staged, until
-        none needs any that are older than the last; returns all that are to get them. A
-        ``FleetEvent`` where none is left that could sample what is wanted of the old weights."""
+        """Waits until every server may get weights of ``version`` (where weights are staged: until
+        the last ones are in use everywhere); returns the servers that are to get them. A
+        ``FleetEvent`` where no server is left to sample what needs the old weights."""
         return self._thread.call(self._thread.until(partial(self._readiness.drained, version)))
 
     def settled(self) -> Literal[True] | FleetEvent:
-        """Waits until, in lockstep, the newest weights are all that is wanted."""
+        """In lockstep waits until nothing needs older weights than the newest."""
         return self._thread.call(self._thread.until(self._readiness.settled))
 
     @in_thread
@@ -142,7 +142,7 @@ class ServerBackend:
             self._scheduler.published(version)
         for name, url in updated.items():
             if name in self._dead:
-                continue  # while the weights came
+                continue  # it was lost while it got the weights
             server = self._readiness.note_arrival(name, url)
             if staged:
                 server.staged = version
@@ -169,13 +169,13 @@ class ServerBackend:
 
     @in_thread
     async def generate(self, job: GenerationJob) -> SampledStep | FleetEvent:
-        """A job of one step, by the servers with the newest weights. A ``FleetEvent`` where none of
-        these is left: it is to be called again."""
+        """Runs a job of one step on the servers with the newest weights. A ``FleetEvent`` where
+        none of these is left: call it again once there is one."""
         # Its only step is the one that the newest weights sample for.
         version = self._scheduler.version
         scheduler = Scheduler(job.rules, step=version, version=version)
         requests = ServerRequests(job, scheduler, self._fleet)
-        self._besides = requests
+        self._other = requests
         try:
             self._turn()
             event = await self._thread.until(partial(self._answered, requests))
@@ -183,18 +183,18 @@ class ServerBackend:
                 return event
             return SampledStep.of(requests.dispatcher.take(), job, rank=0)
         finally:
-            self._besides = None
+            self._other = None
             self._num_reissued += requests.num_reissued
             requests.end()
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]] = ()
     ) -> list[list[float]]:
-        """What the servers say of sequences, in turn. Raises NoServerError where none is left."""
+        """Logprobs of sequences by one server, in turn. Raises NoServerError where none is left."""
         return self._thread.call(self._thread.unless_failed(self._score(sequences, images)))
 
     def counts(self) -> dict[str, float]:
-        """Of servers and requests, as metrics."""
+        """Metrics of servers and requests."""
         return {
             "source/servers": len(self._clients),
             "source/lost_servers": len(self._dead),
@@ -203,7 +203,7 @@ class ServerBackend:
 
     @in_thread
     async def state(self) -> dict[str, Any]:
-        """For a checkpoint: the dispatcher's, the tokens that are there, the prompts."""
+        """For a checkpoint: state of the dispatcher, stored tokens, position in the prompts."""
         return {**self._training.dispatcher.state(), **self._job.state()}
 
     def close(self) -> None:
@@ -239,7 +239,7 @@ class ServerBackend:
 
     @property
     def _jobs(self) -> list[ServerRequests]:
-        return [self._training] if self._besides is None else [self._training, self._besides]
+        return [self._training] if self._other is None else [self._training, self._other]
 
     def _turn(self) -> None:
         if self._thread.has_failed or self._fleet.failures.fatal:
@@ -249,15 +249,15 @@ class ServerBackend:
         for one, score in self._fleet.rewards.take():
             for each in self._jobs:
                 each.note_score(one, score)
-        if self._besides is not None:
-            # Also those that went over to the newest weights after it had begun.
-            workers = self._besides.scheduler.queue.workers
+        if self._other is not None:
+            # Also those that switched to the newest weights after the job had begun.
+            workers = self._other.scheduler.queue.workers
             for name in self._readiness.newest() or ():
                 if name not in workers:
-                    self._besides.join(name, self._besides.scheduler.version)
+                    self._other.join(name, self._other.scheduler.version)
         for each in self._jobs:
             each.dispatcher.turn()
-        if self._fleet.rewards.is_due:  # demonstrations ended as they began, and no server will
+        if self._fleet.rewards.is_due:  # of demonstrations, for which no server calls this again
             self._thread.soon(self._turn)
         for name, server in self._readiness.begin_switches().items():
             self._thread.spawn(self._switch(name, server))
@@ -266,7 +266,7 @@ class ServerBackend:
     def _answered(self, requests: ServerRequests) -> Literal[True] | FleetEvent | None:
         if requests.dispatcher.is_ready:
             return True
-        # None: a server will have the newest weights by itself.
+        # None: a server will switch to the newest weights by itself.
         return self._readiness.for_newest() if self._readiness.newest() == [] else None
 
     async def _score(
@@ -289,7 +289,7 @@ class ServerBackend:
         raise NoServerError("no server is left to score sequences")
 
     def _has(self, name: str, server: Server, version: int) -> None:
-        """A server samples with these weights from now on; it may be a new one."""
+        """Notes that a server, which may be new, samples with these weights from now on."""
         if name in self._clients:
             self._scheduler.switch(name, version)
             return
@@ -298,8 +298,8 @@ class ServerBackend:
         logger.info("server %s joined at weights version %d", name, version)
 
     async def _switch(self, name: str, server: Server) -> None:
-        """A server goes over to the weights that it has staged; it may be marked dead at any
-        moment, also before this has begun."""
+        """Has a server switch to its staged weights; it may be marked dead at any moment, also
+        before this has begun."""
         version = server.staged
         failure = None
         try:
@@ -317,12 +317,12 @@ class ServerBackend:
             self._turn()
 
     def _recall(self, name: str) -> None:
-        """A server is to get other weights: what it was asked waits again."""
+        """Takes back the requests of a server that is to get other weights: they wait again."""
         for worker, request in self._scheduler.queue.recall(name):
             self._training.abort(worker, request)
 
     def _note_failure(self, name: str, asked: Asked, error: ServerLostError) -> None:
-        """A server is marked dead, unless the request may be the reason that it failed."""
+        """Marks a server dead, unless the request may be the reason that it failed."""
         failures = self._fleet.failures
         if isinstance(error, RequestFailedError):
             if failures.failed(name, asked, str(error)) and name in self._clients:
@@ -335,7 +335,7 @@ class ServerBackend:
             self._mark_dead(name, str(error), is_at_work=is_at_work)
 
     def _mark_dead(self, name: str, why: str, *, is_at_work: bool = False) -> None:
-        """Forgets a server; others do what it had to do. ``is_at_work``: perhaps this ended it."""
+        """Gives a server's requests to others. ``is_at_work``: one of them may have ended it."""
         if name in self._dead:
             return
         self._dead.add(name)
