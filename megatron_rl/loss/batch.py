@@ -42,7 +42,7 @@ class ResponseBatch:
     columns: Columns = field(default_factory=dict)
 
     def take(self, rows: ResponseFlags) -> ResponseBatch:
-        """Of these rows alone; a column of another shape stays."""
+        """The batch of these rows; a column that has no value per row stays as it is."""
         columns = {
             name: values[rows] if values.shape[:1] == rows.shape else values
             for name, values in self.columns.items()
@@ -69,7 +69,7 @@ class Credit:
     kl_weights: PerResponse  # factor of kl.coef
     keep: ResponseFlags  # rows with False take no part in the update and leave all denominators
     metrics: Columns  # values of the whole batch (equal on every rank, not contributions)
-    # What the estimator has seen; None where it was not computed.
+    # The rewards that the estimator has seen; None where it was not computed.
     rewards: PerResponse | None = None
 
 
@@ -121,8 +121,8 @@ class LossOutput:
 
 
 class Reading(NamedTuple):
-    """Who reads a column, e.g. "estimator durian", and the knobs of that reader: the signal that
-    gives the column takes those that it has too."""
+    """A reader of a column, e.g. "estimator durian", and its knobs: the signal that gives the
+    column takes those that it has too."""
 
     reader: str
     knobs: Knobs
@@ -138,7 +138,7 @@ class EstimatorNeeds:
     The three functions are given the knobs as keywords. ``reads_by_knob`` gives, for each further
     column that is read, the knob that must be above 0 for it. ``check_knobs`` says what is wrong
     with the knobs together, ``check_rewards`` (with the largest total reward first) what is wrong
-    and which ``knob=value`` mends it; None: nothing.
+    and which ``knob=value`` fixes it; None: nothing.
     """
 
     min_group: int | str = 2  # responses per prompt; a text names the knob that says it

@@ -78,8 +78,8 @@ class PolicyLoss(Choice):
         sequence_ratio: ``log_ratio`` is the response's mean, as in GSPO, not the token's.
         clips: the ratio, to [1 - low, 1 + high] of its knobs, so that clipped shares are logged.
             (Bounds that differ from token to token are returned: ``response_losses.Clipped``.)
-        sampler_ratio: ``log_ratio`` is against the sampler, not the old policy, so that it is the
-            correction for a mismatch itself; where it has a knob ``weight``, of this kind.
+        sampler_ratio: ``log_ratio`` is against the sampler, not the old policy, so that the loss
+            itself corrects for a mismatch; its knob ``weight``, if any, is the kind of correction.
     """
 
     sequence_ratio: bool
@@ -118,7 +118,7 @@ class FunctionTable(Choices):
             yield column, Reading(f"{self.what} {chosen.name}", chosen.knobs)
 
     def value(self, chosen: Named, source: Evidence | Terms, **leading: Tensor) -> Any:
-        """Of the function that is chosen, with its knobs."""
+        """The value of the chosen function, with its knobs."""
         return self[chosen.name](source, chosen.knobs, **leading)
 
     def entering(self, name: str | None = None, **more: Any) -> Decorator:
@@ -151,12 +151,12 @@ PLAIN = EstimatorNeeds()
 
 def register_estimator(name: str | None = None, *, needs: EstimatorNeeds = PLAIN) -> Decorator:
     """``f(evidence, *, knobs)``, or what it reads by name, ``f(rewards, groups, *, knobs)``, gives
-    one advantage per response. What ``needs`` asks is refused by message where it is not met."""
+    one advantage per response. Input that does not meet ``needs`` is refused with a message."""
     return ESTIMATORS.entering(name, needs=needs)
 
 
 def estimator(**needs: Any) -> Decorator:
-    """One of the package; ``needs``: EstimatorNeeds."""
+    """For estimators of the package; ``needs``: fields of EstimatorNeeds."""
     return register_estimator(needs=EstimatorNeeds(**needs))
 
 

@@ -111,7 +111,7 @@ class MismatchConfig(Piece):
 
     @property
     def is_weighted(self) -> bool:
-        """By the ratio itself, so that tokens of other weights are corrected for."""
+        """Whether the ratio itself is the weight, which corrects for tokens of other weights."""
         return self.kind in ("tis", "icepop")
 
 
@@ -171,8 +171,8 @@ class MethodConfig(Piece):
 
     @property
     def unit_reward_readers(self) -> dict[str, str]:
-        """Who is meant for rewards in [0, 1], with its key: estimators that say so, and shapers by
-        omega, their mean in that interval."""
+        """Functions for rewards in [0, 1], with their keys: estimators that say so, and shapers
+        that read omega, the mean reward in that interval."""
         name = self.estimator.name
         found = {}
         if ESTIMATORS[name].needs.unit_rewards:
@@ -182,18 +182,18 @@ class MethodConfig(Piece):
 
     @property
     def sequences_per_response(self) -> int:
-        """That an update works on: a response may be seen once more, behind masked images."""
+        """Sequences in an update: 2 where a response is seen once more, behind masked images."""
         return 2 if self.perception is not None and self.perception.masked == "current" else 1
 
     @property
     def tokens_beside(self) -> int:
-        """That the policy loss reads beside each sampled one."""
+        """How many tokens the policy loss reads beside each sampled one."""
         knobs = self.policy_loss.knobs
         return knobs["top_k"] if "top_k" in knobs else 0
 
     @property
     def weighs_sampler(self) -> bool:
-        """The policy term is weighted by the trainer's probability over the sampler's."""
+        """Whether the policy term is weighted by the trainer's probability over the sampler's."""
         key, kind = self.correction
         by_loss = POLICY_LOSSES[self.policy_loss.name].sampler_ratio
         return self.mismatch.is_weighted or (by_loss and (key, kind) != (_OWN_WEIGHT, "none"))
@@ -224,7 +224,7 @@ class MethodConfig(Piece):
         needs = ESTIMATORS[name].needs
         added = self.reward_shaping
         is_changed = any((added.overlong, added.repetition))
-        if needs.unit_rewards:  # omega is of the rewards without these
+        if needs.unit_rewards:  # omega is computed from the rewards without these
             is_changed |= added.curiosity is not None or self.kl.placement == "reward"
         readers = list(self.unit_reward_readers)
         if readers and is_changed:

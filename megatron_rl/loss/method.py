@@ -23,7 +23,7 @@ class Method:
     and ``shape_rewards``, not before.
 
     Attributes:
-        reads: the columns that they read, which signals give, each with who reads it.
+        reads: the columns that they read and signals give, each with its readers.
         reads_reference: whether the loss reads logprobs of the frozen reference.
     """
 

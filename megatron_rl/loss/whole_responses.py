@@ -36,7 +36,7 @@ class WholeResponses:
         by_value = values.argsort(stable=True)
         order = by_value[index[by_value].argsort(stable=True)]  # by response, then by value
         ranked = values[order]
-        # One more than there are responses: for what takes no part, see ``_everywhere``.
+        # One more than there are responses: for tokens that take no part, see ``_everywhere``.
         count = torch.zeros(self.num_responses + 1, dtype=torch.int64, device=index.device)
         count = count.index_add(0, index, torch.ones_like(index))
         start = count.cumsum(0) - count
@@ -57,7 +57,7 @@ class WholeResponses:
     def _everywhere(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """(response, value) of the tokens of all ranks that share a response.
 
-        What takes no part belongs to one response more, behind the others.
+        Tokens that take no part belong to one additional response, after the others.
         """
         own = self.index.to(values.dtype).masked_fill(~self.loss_mask, torch.nan)
         index, everything = self.gather(torch.stack([own, values.detach()]))

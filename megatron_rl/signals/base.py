@@ -24,12 +24,12 @@ Columns = Mapping[str, Tensor]
 
 
 class RowGathering(Protocol):
-    """Makes known to every rank what each knows of the rows that it works on; equal everywhere."""
+    """Gives every rank what each rank knows of the rows that it works on; equal on all ranks."""
 
     def of_all_rows(
         self, rows: Int[np.ndarray, " rows"], values: np.ndarray, num_rows: int
     ) -> Float[np.ndarray, "all_rows columns"]:
-        """Collective: the table of all rows of the step, 0 of those that no rank has named."""
+        """Collective: the table of all rows of the step, 0 for those that no rank has given."""
 
     def of_all_tokens(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " all_tokens"]:
         """Collective: ``values`` of all ranks, each token once, in the order of the ranks."""
@@ -41,10 +41,10 @@ class StepView:
 
     Attributes:
         experience: with ``old`` and ``ref`` as far as they are computed.
-        rows: of the minibatch; after the rollout all of the step.
-        local: what this rank works on of them.
-        tokens: of those, by name: ``sampler_logprobs``, and ``old_logprobs`` and ``ref_logprobs``
-            where they are computed.
+        rows: those of the minibatch; after the rollout all rows of the step.
+        local: the part of them that this rank works on.
+        tokens: columns of its tokens, by name: ``sampler_logprobs``, and ``old_logprobs`` and
+            ``ref_logprobs`` where they are computed.
     """
 
     experience: Experience
@@ -57,12 +57,12 @@ class StepView:
 
     @property
     def num_responses(self) -> int:
-        """Of the step."""
+        """Responses of the step."""
         return len(self.experience.responses)
 
     @property
     def loss_mask(self) -> Tensor:
-        """Of the tokens on this rank, those that the sampler drew."""
+        """True for the tokens on this rank that the sampler drew."""
         sampled = self.tokens.get("sampled")
         if sampled is None:
             return torch.ones(int(self.local.batch.response_lengths.sum()), dtype=torch.bool)
@@ -74,7 +74,7 @@ class StepView:
 
     def response_sums(self, values: Float[np.ndarray, " tokens"]) -> Float[Tensor, " responses"]:
         """Collective: the float64 sum over each response of the step, summed by its owner in the
-        order of its tokens; 0 of those that are not in ``rows``."""
+        order of its tokens; 0 for responses that are not in ``rows``."""
         lengths = self.local.batch.response_lengths.numpy()
         return self._of_all_rows(response_sums(values, lengths)[:, None])[:, 0]
 
@@ -103,24 +103,24 @@ class SignalSetup:
 
 
 class Extension(Protocol):
-    """A batch of an update with more in it than the step has, and how that is taken out again."""
+    """A batch of an update with tokens added to those of the step, and how to take these out."""
 
     @property
     def batch(self) -> LocalBatch: ...
 
     def split(self, view: TokenView) -> tuple[TokenView, Columns]:
-        """The view of the batch as it was, with what was found beside it: of its tokens in
-        ``view.columns``, else in the second."""
+        """The view of the original batch, and what was computed for the added tokens: one value per
+        original token in ``view.columns``, anything else in the second value."""
 
     def without(self, scores: TokenScores) -> TokenScores:
-        """Of the batch as it was; on the host."""
+        """The scores of the original batch; on the host."""
 
 
 class Signal:
-    """A quantity that functions of the loss read by its name; those here are for overriding.
+    """A quantity that functions of the loss read by its name; subclasses override these methods.
 
-    It is made once a run, when a function of the method reads one of its columns. The parameters of
-    its constructor are keywords, found among the knobs of those functions, ``seed`` (of the run)
+    It is made once per run, when a function of the method reads one of its columns. The parameters
+    of its constructor are keywords, found among the knobs of those functions, ``seed`` (of the run)
     and ``kl_estimator`` (of the method). All ranks call all methods, so they may be collective.
 
     Attributes:
@@ -132,7 +132,7 @@ class Signal:
         score_outputs: what the pass with the old policy is to give.
         update_outputs: what the passes of updates are to give; they become token columns.
         extra_tokens: how much ``extend`` lengthens a sequence.
-        over_turns: whether it is right where environments append to responses.
+        over_turns: whether it is correct where environments append to responses.
         num_likely: how many of its most likely tokens the sampler is to name with each sampled one.
     """
 
@@ -158,14 +158,14 @@ class Signal:
         return {}
 
     def after_credit(self, view: StepView, credit: Credit) -> None:
-        """Takes note of what came out."""
+        """Takes note of the credit of the step."""
 
     def before_minibatch(self, view: StepView) -> Columns:
         """Columns of one update, with the weights before it."""
         return {}
 
     def extend(self, batch: LocalBatch, step: int) -> Extension | None:
-        """What the policy is to work on in an update in place of ``batch``; None: on that."""
+        """The batch that an update works on in place of ``batch``; None: ``batch`` itself."""
         return None
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How sure the old policy is of what it finds least likely of a prompt and of a response."""
+"""The old policy's confidence in the least likely tokens of a prompt and of a response."""
 
 from collections.abc import Iterable
 
@@ -50,7 +50,7 @@ class PromptConfidence(Signal):
         self._tail = tail
 
     def check(self, prompts: Iterable[Prompt], config: Config) -> None:
-        """Image tokens have no logprob that means something, and a single token has none."""
+        """Image tokens have no meaningful logprob, and a single token has none."""
         for prompt in prompts:
             if prompt.images or len(prompt.token_ids) < 2:
                 what = "has images" if prompt.images else "is a single token"

@@ -14,7 +14,7 @@ PLACE = "token_place"
 
 @register_signal
 class TokenPlace(Signal):
-    """``token_place``: of each token, among all tokens of the step, row after row."""
+    """``token_place``: the index of each token among all tokens of the step, row after row."""
 
     about = "where each token stands in the step"
     token_columns = (PLACE,)
@@ -24,7 +24,7 @@ class TokenPlace(Signal):
         batch = view.local.batch
         assert view.local.rows is not None
         first = (lengths.cumsum(0) - lengths)[view.local.rows]
-        # From its place on this rank to that in the step: alike for the tokens of a row.
+        # From the index on this rank to that in the step: the same for all tokens of a row.
         shift = first - batch.response_offsets[:-1]
         index = batch.response_index
         return {PLACE: shift[index] + torch.arange(len(index))}
@@ -33,10 +33,10 @@ class TokenPlace(Signal):
 @register_signal
 class CovariantTokens(Signal):
     """``chosen_places``: a ``share`` of the loss tokens of a minibatch, by a pass of its own before
-    the update: those of the largest covariance or, where there are bounds, drawn among those of one
-    in [``cov_low``, ``cov_high``]. Their places, sorted, and -1 before them.
+    the update: those of the largest covariance or, where there are bounds, drawn among those with a
+    covariance in [``cov_low``, ``cov_high``]. The column holds -1, then their places, sorted.
 
-    Draws follow from the seed, the step and the number of its minibatch, and from no layout.
+    Draws depend on the seed, the step and the number of its minibatch, not on the layout.
     """
 
     about = "the covariance of logprob and advantage at every token, by a pass before"
@@ -68,7 +68,7 @@ class CovariantTokens(Signal):
         return {"chosen_places": torch.cat([torch.tensor([-1]), chosen])}
 
     def _drawing(self, view: StepView) -> torch.Generator:
-        """Begun anew at each step, so that a resumed run draws as one that was not stopped."""
+        """Seeded anew at each step, so that a resumed run draws like one that was not stopped."""
         step = view.experience.step
         if step != self._step:
             self._step = step

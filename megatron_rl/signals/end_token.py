@@ -64,13 +64,13 @@ class EndTokens:
     """A batch with a token behind each response."""
 
     batch: LocalBatch
-    is_end: Bool[Tensor, " tokens"]  # of its response tokens: it is that token
-    plain: Int[Tensor, " tokens"]  # the place in the batch without them, of the others
+    is_end: Bool[Tensor, " tokens"]  # whether a response token is the added one
+    plain: Int[Tensor, " tokens"]  # the index of the other tokens in the batch without these
     row: Int[Tensor, " tokens"]  # the number of the token's response in the step
 
     @classmethod
     def of(cls, local: LocalBatch, token_id: int) -> EndTokens:
-        """It was not sampled: where each token has a temperature, that of this one is 1."""
+        """The end token was not sampled: where tokens have temperatures, its temperature is 1."""
         batch = local.batch
         lengths = batch.response_lengths + 1
         place = torch.repeat_interleave(torch.arange(len(lengths)), lengths)

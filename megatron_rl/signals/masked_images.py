@@ -56,7 +56,7 @@ class MaskedImages(Signal):
 
 
 def mask_seed(seed: int, step: int) -> int:
-    """The masks of an image differ from step to step; those of all epochs of a step are one."""
+    """The masks of an image differ from step to step, and are the same in all epochs of a step."""
     return hash((seed, step)) % 2**63
 
 
@@ -78,7 +78,7 @@ def _with_copies(local: LocalBatch, ratio: float, seed: int) -> LocalBatch:
     num_rows = plain.num_responses
     prompt_index = None
     if plain.prompt_index is not None:
-        # A prompt and its copy share no tokens: they see other images.
+        # A prompt and its copy share no tokens: their images differ.
         first = int(plain.prompt_index.max()) + 1 if num_rows else 0
         prompt_index = torch.cat([plain.prompt_index, plain.prompt_index + first])
     images = None
@@ -112,7 +112,7 @@ class MaskedCopies:
         return scores.map(lambda values: values[: self.num_tokens])
 
     def split(self, view: TokenView) -> tuple[TokenView, Columns]:
-        """See ``Extension``: of each token what its copy has."""
+        """See ``Extension``: each token gets what its copy has."""
         half = len(view.index) // 2
         assert torch.equal(view.index[half:], view.index[:half] + self.num_tokens), (
             "tokens and their copies lie on different ranks"

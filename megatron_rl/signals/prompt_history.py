@@ -15,11 +15,11 @@ from megatron_rl.signals.registry import register_signal
 @register_signal
 class PromptHistory(Signal):
     """``visits`` to the response's prompt before this step, and ``history_mean`` and
-    ``history_var`` of the rewards that the estimator saw in them; 0 of a prompt that is new.
+    ``history_var`` of the rewards that the estimator saw in them; 0 for a new prompt.
 
-    Prompts are known by uid: one that comes twice in a step has another one for its second place
-    there, and a second history (``data.loader``). Every rank has all of them and notes the same,
-    for credit is computed alike everywhere: they depend on no layout.
+    Prompts are known by uid: one that comes twice in a step has another uid the second time, and a
+    second history (``data.loader``). Every rank keeps all histories. They are equal on all ranks,
+    as the credit is, and do not depend on the layout.
     """
 
     about = "what earlier visits to a prompt were rewarded with"

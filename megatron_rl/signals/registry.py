@@ -20,7 +20,7 @@ from megatron_rl.types import Prompt
 
 S = TypeVar("S", bound=type[Signal])
 _SIGNALS: dict[str, type[Signal]] = {}  # by column
-# The most likely token is always kept, and a prompt has its whole vocabulary.
+# Right under top_k and top_p: the most likely token is kept, prompts have the whole vocabulary.
 _OF_KEPT_TOKENS = {"entropy", "is_argmax", "prompt_logprobs"}
 
 
@@ -28,7 +28,7 @@ def register_signal(signal: S) -> S:
     """Decorator of a class derived from ``Signal``: functions of the loss may read its columns.
 
     Raises:
-        RegistrationError: it has no column, or one of that name is there.
+        RegistrationError: it has no column, or the name of one is taken.
     """
     names = (*signal.columns, *signal.token_columns)
     if not names:
@@ -67,14 +67,14 @@ class Signals:
 
     @property
     def score_outputs(self) -> Outputs:
-        """Of the pass with the old policy."""
+        """Outputs of the pass with the old policy."""
         wanted = [Output("entropy")] if self.log_entropy else []
         wanted += chain.from_iterable(signal.score_outputs for signal in self.members)
         return tuple(dict.fromkeys(wanted))
 
     @property
     def update_outputs(self) -> Outputs:
-        """Of the passes of updates."""
+        """Outputs of the passes of updates."""
         return tuple(chain.from_iterable(signal.update_outputs for signal in self.members))
 
     @property
@@ -87,15 +87,15 @@ class Signals:
         return max((signal.num_likely for signal in self.members), default=0)
 
     def check(self, prompts: Sequence[Prompt], config: Config) -> None:
-        """Raises ValueError where a signal cannot be computed of the training prompts, or of a
-        policy that has only the tokens that the sampler keeps, or whose experts are given."""
+        """Raises ValueError where a signal cannot be computed from the training prompts, under
+        ``top_k`` and ``top_p`` of the sampler, or with given experts."""
         rollout = config.rollout
         for signal in self.members:
             if rollout.router_replay != "none" and type(signal).extend is not Signal.extend:
                 raise ValueError(
                     f"rollout.router_replay = {rollout.router_replay}: the method reads"
-                    f" {_first_column(type(signal))}, for which updates have tokens that no pass"
-                    " before has chosen experts for; set it to none, or choose another method"
+                    f" {_first_column(type(signal))}, which adds tokens to updates, and no earlier"
+                    " pass has chosen experts for these; set it to none, or choose another method"
                 )
             if rollout.is_truncated and not _fits_kept_tokens(signal):
                 raise ValueError(
@@ -106,9 +106,9 @@ class Signals:
                 )
             if self.num_likely and type(signal).extend is not Signal.extend:
                 raise ValueError(
-                    f"method {config.method.name}: reads {_first_column(type(signal))}, for which"
-                    " updates have tokens beside those of which the sampler has named its most"
-                    " likely ones, and likely_logprobs, which are of these; leave one out"
+                    f"method {config.method.name}: reads {_first_column(type(signal))}, which adds"
+                    " tokens to updates, and likely_logprobs, for which the sampler has named the"
+                    " most likely tokens beside sampled ones alone; leave one out"
                 )
             signal.check(prompts, config)
 
@@ -135,7 +135,7 @@ class Signals:
         return found
 
     def extended(self, batch: LocalBatch, step: int) -> Extended:
-        """What the policy works on in an update."""
+        """The batch that the policy works on in an update."""
         made: list[Extension] = []
         for signal in self.members:
             extension = signal.extend(batch, step)
@@ -145,18 +145,18 @@ class Signals:
         return Extended(batch, tuple(made))
 
     def state(self) -> dict[str, Any]:
-        """Of all, for a checkpoint."""
+        """The states of all signals, for a checkpoint."""
         return {type(signal).__name__: signal.state() for signal in self.members}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse; a signal that the checkpoint has not begins anew."""
+        """The inverse; a signal that the checkpoint lacks begins anew."""
         for signal in self.members:
             signal.restore(state.get(type(signal).__name__, {}))
 
 
 @dataclass(frozen=True)
 class Extended:
-    """A batch with all extensions; what the first one did is undone last."""
+    """A batch with all extensions; the first one is undone last."""
 
     batch: LocalBatch
     extensions: tuple[Extension, ...]
@@ -175,17 +175,17 @@ class Extended:
 
 
 def _fits_kept_tokens(signal: Signal) -> bool:
-    """Whether it asks a policy of few tokens for no probability of others, and works on the tokens
-    of the step alone, for which there are kept ones."""
+    """Whether it needs no probabilities but those of the tokens that the sampler keeps, and adds no
+    tokens to updates, for which there are no kept ones."""
     names = {output.name for output in (*signal.score_outputs, *signal.update_outputs)}
     return names <= _OF_KEPT_TOKENS and type(signal).extend is Signal.extend
 
 
 def signals_of(method: Method, seed: int = 0) -> Signals:
-    """What gives the columns that ``method`` reads.
+    """The signals that give the columns that ``method`` reads.
 
     Raises:
-        ValueError: no signal gives a column, or who reads it lacks a knob of the signal.
+        ValueError: no signal gives a column, or its reader lacks a knob of the signal.
     """
     readers: dict[type[Signal], list[Reading]] = {}
     for column, readings in method.reads.items():
@@ -208,7 +208,7 @@ def signals_of(method: Method, seed: int = 0) -> Signals:
 def _knobs(
     kind: type[Signal], readings: Sequence[Reading], always: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a signal's constructor, from the knobs of who reads it."""
+    """The arguments of a signal's constructor, from the knobs of its readers."""
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind).parameters.items():
         sources = [each for each in readings if name in each.knobs]

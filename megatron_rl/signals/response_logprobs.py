@@ -27,7 +27,7 @@ def totals(values: Tensor, view: StepView) -> Tensor:
 
 
 def means(values: Tensor, view: StepView) -> Tensor:
-    """The same over their number; of a response without kept tokens 0 / 1."""
+    """The mean over the loss tokens of each row, ``[rows]``; 0 for a row without any."""
     return totals(values, view) / totals(torch.ones_like(values), view).clamp(min=1)
 
 
@@ -64,8 +64,8 @@ class MeanEntropy(Signal):
 @register_signal
 class AnswerProbability(Signal):
     """``answer_probability`` of each demonstration: the mean of the old policy's probabilities of
-    the tokens of its prompt's answer, where it has that last; 0 of one that does not have it, and
-    of the sampled responses."""
+    the tokens of its prompt's answer, at its last occurrence; 0 for a demonstration without it, and
+    for sampled responses."""
 
     about = "the old policy's logprobs before the credit, and where demonstrations have the answer"
     columns = ("answer_probability",)
@@ -80,7 +80,7 @@ class AnswerProbability(Signal):
         responses, batch = view.experience.responses, view.local.batch
         lengths = batch.response_lengths.tolist()
         is_answer = torch.zeros(sum(lengths), dtype=torch.bool)
-        # One after another, as views: what is set in a row is set in all.
+        # Rows are views of ``is_answer``: what is set in a row is set there.
         rows = zip(view.local.rows.tolist(), is_answer.split(lengths), batch.offsets[1:].tolist())
         for row, of_row, end in rows:
             if responses.is_demonstration[row]:
@@ -96,7 +96,7 @@ class AnswerProbability(Signal):
 def last_place(
     text: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> slice:
-    """The tokens with the last ``text`` of what they say; none where there is none.
+    """The tokens that hold the last occurrence of ``text``; empty where there is none.
 
     Example: of "1", "+", "12", ".", and the text "1", it is the third.
     """

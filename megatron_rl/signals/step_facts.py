@@ -9,7 +9,7 @@ from megatron_rl.signals.registry import register_signal
 
 @register_signal
 class RunProgress(Signal):
-    """``progress``: the share of the run's steps that there are up to this one, in [0, 1]."""
+    """``progress``: the share of the run's steps up to and including this one, in [0, 1]."""
 
     about = "how far the run is"
     columns = ("progress",)

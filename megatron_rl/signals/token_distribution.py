@@ -41,8 +41,8 @@ class MostLikelyTokens(Signal):
 class SamplersMostLikelyTokens(Signal):
     """Of the ``top_k`` tokens that were most likely to the sampler, most likely first:
     ``sampler_likely_logprobs`` as it had them, which come with the responses, and
-    ``likely_logprobs`` of the current policy, with gradient. Places without a token have -inf in
-    both: those of a token that was not sampled.
+    ``likely_logprobs`` of the current policy, with gradient. Slots without a token have -inf in
+    both: those of tokens that were not sampled.
     """
 
     about = (

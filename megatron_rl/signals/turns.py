@@ -1,5 +1,5 @@
-"""The turns of responses: which follow, and how good each was beside others in its state; and where
-tokens stand."""
+"""The turns of responses: how many follow, and their advantages among turns in the same state; and
+the positions of tokens."""
 
 import hashlib
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class LaterTurns(Signal):
 
 @register_signal
 class RelativePlace(Signal):
-    """``relative_place``: t / L, the sampled tokens of its response before a token over all."""
+    """``relative_place``: t / L, the sampled tokens before a token over all of its response."""
 
     about = "where each token stands in its response"
     token_columns = ("relative_place",)
@@ -110,6 +110,6 @@ class TurnAdvantages(Signal):
 
 
 def _number(told: np.ndarray) -> int:
-    """Of what was told, other than 0; 52 bits, which a float64 holds."""
+    """A number, not 0, for what was told; 52 bits, which a float64 holds."""
     digest = hashlib.blake2b(told.tobytes(), digest_size=8).digest()
     return 1 + (int.from_bytes(digest, "big") >> 12)

@@ -17,7 +17,7 @@ from megatron_rl.loss.segments import Segments, lifted, segments_of, where_corre
 
 
 def response_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:
-    """The columns of ResponseBatch that a method reads, each with who reads it."""
+    """The columns of ResponseBatch that a method reads, each with its reader."""
     chosen = config.estimator
     yield from ESTIMATORS.readings(chosen)
     by_knob = ESTIMATORS[chosen.name].needs.reads_by_knob
@@ -88,7 +88,7 @@ def credit(batch: ResponseBatch, config: MethodConfig) -> Credit:
 
 
 def _of_rows(rows: Tensor, rewards: Tensor, part: Credit) -> Credit:
-    """``part``, the credit of some rows, as that of all: the others have none and leave."""
+    """The credit of all rows from ``part``, that of some: the others have 0 and are not kept."""
 
     def placed(values: Tensor) -> Tensor:
         return torch.zeros_like(rows, dtype=values.dtype).masked_scatter(rows, values)

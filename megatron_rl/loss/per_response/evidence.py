@@ -48,5 +48,5 @@ class Evidence:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rewards: float32 or float64."""
+        """The dtype of the rewards: float32 or float64."""
         return self.rewards.dtype

@@ -13,7 +13,7 @@ from megatron_rl.loss.per_response.advantages import over
 from megatron_rl.loss.segments import Segments
 from megatron_rl.loss.shapes import PerGroup, PerResponse, ResponseCounts
 
-ROUNDING = 1e-12  # two float64 means of the same rewards differ by less of themselves
+ROUNDING = 1e-12  # relative; two float64 means of the same rewards differ by less
 
 
 @estimator()

@@ -63,7 +63,7 @@ def kl_cov(
 
 
 def covariances(logprobs: PerToken, advantages: PerToken) -> PerToken:
-    """Of all loss tokens of a minibatch."""
+    """The covariance at each loss token of a minibatch."""
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
@@ -76,6 +76,6 @@ def choose(covariance: PerToken, keys: PerToken, share: float, low: float, high:
 
 
 def are_among(token_place: TokenIndex, chosen: Places) -> TokenMask:
-    """``chosen``: sorted, and -1 before them, so that there is always one."""
+    """Whether each place is in ``chosen``: sorted, after a -1, so that it is never empty."""
     nearest = torch.searchsorted(chosen, token_place, right=True) - 1
     return chosen[nearest] == token_place

@@ -44,7 +44,7 @@ class SelfReward(LossTerm):
     def class_weights(
         self, correct: ResponseFlags, was_cut: ResponseFlags, dtype: torch.dtype
     ) -> PerResponse:
-        """Of each response of the step."""
+        """The weight w_i of each response of the step."""
         finished = ~was_cut
         num_correct = (correct & finished).sum()
         of_class = torch.where(correct, num_correct, finished.sum() - num_correct)

@@ -22,7 +22,7 @@ from megatron_rl.loss.shapes import (
 from megatron_rl.loss.whole_responses import SequenceGather, WholeResponses
 
 SequenceSum = Callable[[Tensor], Tensor]
-# Properties of Terms that a run has to give: who names one reads it, as if it were a column.
+# Properties of Terms that a run has to give: a function that names one reads it like a column.
 OPTIONAL = ("entropy", "ref_logprobs")
 
 
@@ -69,7 +69,7 @@ class Terms:
 
     @property
     def entropy(self) -> PerToken:
-        """Of the current policy, in nats, 0 outside the mask, detached."""
+        """The entropy of the current policy, in nats, 0 outside the mask, detached."""
         return self.column("entropy").detach()
 
     def column(self, name: str) -> Tensor:
@@ -97,12 +97,12 @@ class Terms:
 
     @property
     def ref_logprobs(self) -> PerToken:
-        """Of the reference, 0 outside the mask."""
+        """Logprobs of the reference, 0 outside the mask."""
         return lifted(self._field("ref_logprobs")).to(self.dtype).masked_fill(~self.loss_mask, 0)
 
     @property
     def responses(self) -> WholeResponses:
-        """For order statistics over the tokens of a response."""
+        """The tokens of whole responses, for order statistics."""
         num_responses = self.response_loss_tokens.numel()
         return WholeResponses(
             self.response_index, self.loss_mask, num_responses, self.sequence_gather
@@ -132,7 +132,7 @@ class LossTerm(Piece, ABC):
 
     @abstractmethod
     def term(self, terms: Terms, weights: PerToken) -> LossOutput:
-        """Its part of the minibatch loss, and metrics; ``weights``: those of ``aggregate``."""
+        """The term's part of the minibatch loss, and metrics; ``weights``: of ``aggregate``."""
 
 
 def terms_of(

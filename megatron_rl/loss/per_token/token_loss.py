@@ -21,7 +21,7 @@ from megatron_rl.loss.whole_responses import SequenceGather
 
 
 def token_reads(config: MethodConfig) -> Iterator[tuple[str, Reading]]:
-    """Columns of TokenBatch and the reference's logprobs that a method reads, and who does each."""
+    """Columns of TokenBatch and the reference's logprobs that a method reads, with readers."""
     for shaper in config.token_shaping.values():
         yield from TOKEN_SHAPERS.readings(shaper)
     for aggregate in (config.aggregate, config.kl.aggregate):
