@@ -136,7 +136,7 @@ def build_served(parts: SourceParts) -> Rollouts:
     settings = config.weight_sync
     folder = Path(config.run_dir) / FOLDER
     secret = world.from_main(lambda: run_secret(folder))
-    # What waits for servers when the policy has changed is of the versions before.
+    # Requests that still wait for servers after an update need the versions before it.
     held = WeightHistory(parts.policy) if job.rules.lockstep and job.rules.staleness > 0 else None
     # What becomes of requests when the weights change; in lockstep none is under way then.
     in_flight: InFlight = "wait" if job.rules.lockstep else "keep"

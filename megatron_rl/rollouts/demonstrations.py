@@ -1,9 +1,9 @@
 """Demonstrations: responses that come with a prompt, in its ``extra.given_responses``.
 
 They take the first places of the prompt's group, and the engine samples the others. From there on
-they are responses like all: rewarded, packed and scored by the policy. How likely their tokens were
-where they come from is unknown, so their sampler logprobs mean nothing; those of a response that a
-sampling hook remembers are as it was sampled.
+they are responses like all: rewarded, packed and scored by the policy. The probabilities of their
+tokens where they come from are unknown, so their sampler logprobs mean nothing; a response that a
+sampling hook remembers keeps the logprobs with which it was sampled.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +32,8 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
 def check_demonstrations(
     prompts: Iterable[Prompt], encode: Encode, num_responses: int, max_response_tokens: int
 ) -> None:
-    """Raises ValueError where no prompt carries responses, or one carries what is none, too many
-    or too long ones."""
+    """Raises ValueError where no prompt carries responses, or one carries invalid, too many or too
+    long ones."""
     some = False
     for prompt in prompts:
         given = prompt.extra.get(KEY)
@@ -73,13 +73,13 @@ class Demonstrations:
 
     def get(self, prompt: Prompt, response: int) -> Completion | None:
         """Response number ``response``; None: the engine is to sample it. One that a hook
-        remembers is whole."""
+        remembers is a ``Completion`` already."""
         given = prompt.extra.get(KEY) or ()
         if response >= len(given):
             return None
         known = given[response]
-        is_whole = isinstance(known, Completion)
-        return known if is_whole else demonstration(_token_ids(known, self.encode))
+        is_completion = isinstance(known, Completion)
+        return known if is_completion else demonstration(_token_ids(known, self.encode))
 
 
 def demonstration(token_ids: Sequence[int]) -> Completion:
@@ -96,12 +96,12 @@ def put_aside(prompt: Prompt, encode: Encode) -> Prompt:
 
 
 def without_demonstrations(prompt: Prompt) -> Prompt:
-    """To be answered by the engine alone."""
+    """The prompt, to be answered by the engine alone."""
     return replace(prompt, extra={key: value for key, value in prompt.extra.items() if key != KEY})
 
 
 def given(prompt: Prompt, responses: Sequence[Completion]) -> Prompt:
-    """The prompt with these responses, in the place of those that it brings along."""
+    """The prompt with these responses in place of those that it brings along."""
     return replace(prompt, extra={**prompt.extra, KEY: list(responses)})
 
 
@@ -112,5 +112,5 @@ def only(prompt: Prompt, response: int) -> Prompt:
 
 
 def _token_ids(response: Any, encode: Encode) -> Sequence[int]:
-    """Token ids are taken as they are."""
+    """The tokens of a text; token ids as they are."""
     return list(encode(response) if isinstance(response, str) else response)

@@ -1,4 +1,4 @@
-"""What rank 0 does of every generation: it holds the scheduler, hears of ended responses and of
+"""Rank 0's part of every generation: it holds the scheduler, hears of ended responses and of
 rewards, and has a backend begin, stop and pause responses."""
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class GenerationRequest(NamedTuple):
     """A response that a worker is to sample.
 
     Attributes:
-        request: Which, and of what weights.
-        step: That it is sampled for, counted from 1.
+        request: Which response, and the version of the weights.
+        step: The step that it is sampled for, counted from 1.
         visit: Tells the prompt from others like it in the step, see ``PromptStream.prompt``.
-        begin: The part of the step's level that had passed when its group was begun.
+        begin: The part of the step's level that had passed when its group was begun, in tokens.
     """
 
     request: Request
@@ -36,8 +36,8 @@ class GenerationRequest(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A worker has a response; its tokens stay with the backend. ``length``: of the whole;
-    ``outcome``: what its environment says of it, until it is scored."""
+    """A worker has ended a response; its tokens stay with the backend. ``length``: of the whole;
+    ``outcome``: of its environment, kept until the response is scored."""
 
     worker: str
     request: Request
@@ -54,8 +54,8 @@ class Ended(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """A response that has not ended. ``is_paused``: it does not continue in this step, and its
-    tokens stay with the backend; else its worker has failed at it."""
+    """A worker has stopped before the end of a response. ``is_paused``: it does not continue in
+    this step, and its tokens stay with the backend; else the worker has failed at it."""
 
     worker: str
     request: Request
@@ -91,23 +91,23 @@ class GenerationBackend(Protocol):
         """Ends a response without an answer."""
 
     def pause(self, level: int) -> None:
-        """From now on ends every response that has got ``level`` tokens in this step (less what had
-        passed of it when its group was begun), and keeps its tokens."""
+        """From now on ends every response that has sampled ``level`` tokens in this step (less
+        ``GenerationRequest.begin``), and keeps its tokens."""
 
     def events(self) -> Sequence[Event]:
         """What has happened since the last call."""
 
     def holder(self, worker: str | None, group: int) -> int:
-        """The rank with the tokens of a response that ended on ``worker``; None: in an earlier
-        step, or its prompt brought it along."""
+        """The rank with the tokens of a response that ended on ``worker``; None: it ended in an
+        earlier step, or its prompt brought it along."""
 
 
 class Answer(NamedTuple):
     """A response that has ended, without its tokens.
 
     Attributes:
-        holder: The rank that has them.
-        spans: Which weights sampled them.
+        holder: The rank that has its tokens.
+        spans: Which weights sampled which of its tokens.
         num_there: Tokens that it had at the start of the present step.
         score: None while it is not known.
     """
@@ -121,7 +121,7 @@ class Answer(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """In the present step."""
+        """Tokens that were sampled in the present step."""
         behind = self.num_there
         return self.length - behind - num_appended(self.spans, behind)
 
@@ -136,16 +136,16 @@ class StepSummary:
     """The responses of a step without their tokens; equal on every rank.
 
     Attributes:
-        groups: Which are trained. Where dynamic sampling left none, ``shown`` are the last that it
-            refused, for the log.
-        shown: The groups of ``answers``.
-        visits: Of the prompts of these groups, see ``PromptStream.prompt``.
+        groups: The groups that are trained.
+        shown: The groups of ``answers``: those that are trained, or, where dynamic sampling left
+            none, the last that it refused, for the log.
+        visits: Of the prompts of the groups shown, see ``PromptStream.prompt``.
         answers: In canonical order.
         refused: Visit and scores of each group that dynamic sampling refused, where hooks see them.
-        ended: Responses of groups that continue in the next step which have ended.
-        discarded_tokens: Sampled for responses, or parts of them, that no step trains; by engines
-            of a launch also what open groups keep, which the caller takes off.
-        metrics: Of the source.
+        ended: Responses that have ended, of groups that continue in the next step.
+        discarded_tokens: Sampled for responses, or parts of them, that no step trains; with engines
+            of a launch also what open groups keep, which the caller subtracts.
+        metrics: Metrics of the source.
     """
 
     groups: StepGroups
@@ -160,23 +160,23 @@ class StepSummary:
 
 @dataclass
 class Dispatcher:
-    """Decides nothing itself: the scheduler says which response is sampled where, its end of a step
-    which groups are trained, the job how."""
+    """Decides nothing itself: the scheduler decides which response is sampled where, its ``end``
+    which groups a step trains, the job how a response is sampled."""
 
     job: GenerationJob
     scheduler: Scheduler
     backend: GenerationBackend
     rewards: RewardThread
     _answers: dict[Place, Answer] = field(default_factory=dict, init=False)
-    # Of those that wait for their scores.
+    # Of responses that wait for their scores.
     _outcomes: dict[Place, Outcome] = field(default_factory=dict, init=False)
     _progress: dict[str, WorkerProgress] = field(default_factory=dict, init=False)
-    _level: int | None = field(default=None, init=False)  # that the backend knows
+    _level: int | None = field(default=None, init=False)  # the one that the backend was given
 
     # While a step is generated
 
     def turn(self) -> bool:
-        """Takes in what has happened and has done what follows; whether anything has happened."""
+        """Handles new events and dispatches what follows; returns whether there were any."""
         events = self.backend.events()
         # All of them before anything is assigned: a worker that has ended two responses is free for
         # two, and an end that drops a group takes its requests out of the queue.
@@ -207,7 +207,7 @@ class Dispatcher:
             self._progress[event.worker] = event
 
     def _judge(self, version: int, group: int) -> None:
-        """With the last score of a group it is known whether the method wants it."""
+        """Once the last score of a group is there, says whether the method wants the group."""
         size = self.scheduler.rules.responses_per_group
         answers = [self._answers.get((group, response)) for response in range(size)]
         scores = [answer.score for answer in answers if answer and answer.score is not None]
@@ -216,7 +216,7 @@ class Dispatcher:
             self.scheduler.judged(version, group, wanted=self.job.wants(scores))
 
     def _dispatch(self) -> None:
-        """Has the backend do what the scheduler says, until it says no more: a demonstration ends
+        """Has the backend do what the scheduler says, until that says no more: a demonstration ends
         as it begins, which may drop groups, set the level and ask for more."""
         while True:
             # Dropped groups first: one may be asked for again in the same turn, for the next step,
@@ -262,7 +262,7 @@ class Dispatcher:
             self.backend.submit(worker, GenerationRequest(request, step + 1, visit, begin))
 
     def _answer_of(self, place: Place, completion: Completion) -> Answer:
-        """Of a response that no worker has ended in this step."""
+        """The answer for a response that no worker has ended in this step."""
         length = len(completion.token_ids)
         holder = self.backend.holder(None, place[0])
         return Answer(holder, length, completion.truncated, completion.spans, num_there=length)
@@ -285,13 +285,13 @@ class Dispatcher:
         )
 
     def _counts(self, place: Place, answer: Answer) -> bool:
-        """Whether a response ended within what is known of the level of its step."""
+        """Whether a response ended within the level of its step, as far as that is known."""
         limit = self.scheduler.limit(place[0])
         return limit is None or answer.length - answer.num_there <= limit
 
     @property
     def num_left(self) -> int:
-        """Of what is wanted so far, what is not sampled yet."""
+        """How many of the responses asked for so far are not sampled yet."""
         return self.scheduler.queue.num_running + self.scheduler.queue.num_waiting
 
     @property
@@ -308,7 +308,7 @@ class Dispatcher:
     # At its end
 
     def take(self, sampled_tokens: int | None = None) -> StepSummary:
-        """The next step, when it is ready. ``sampled_tokens``: by all workers since the last one;
+        """The next step, when it is ready. ``sampled_tokens``: by all workers since the last step;
         None: not known, as a server does not say what it had of a request that was taken back."""
         # Before the scheduler's take, which begins the next step: its level is another.
         kept = {place: one for place, one in self._answers.items() if self._counts(place, one)}
@@ -329,7 +329,7 @@ class Dispatcher:
                 num_earlier += sum(one.num_earlier for one in sampled)
         used = sum(answer.num_sampled for answer in answers)
         if groups.level is not None:
-            # What is open is sent to every rank, and counts from 0 in the next step.
+            # The caller sends open responses to every rank; they count from 0 in the next step.
             self._answers = {
                 place: one._replace(
                     num_there=one.length, holder=self.backend.holder(None, place[0])
@@ -383,7 +383,7 @@ class Dispatcher:
             if completion.weight_version != DEMONSTRATED and not is_held:
                 answer = answer._replace(num_there=self.job.store.length(place))
             self._answers[place] = answer
-        # Some had ended, and their rewards were not there yet when the checkpoint was made.
+        # Responses that had ended, but had no reward yet when the checkpoint was made.
         for (group, response), answer in self._answers.items():
             completion = self.job.store.get((group, response))
             step = self.scheduler.end.step_of(group)

@@ -18,12 +18,12 @@ class GenerationJob:
     """What is to be generated, equal on every rank but for the store.
 
     Attributes:
-        rules: How many groups and responses, and when a step has them.
+        rules: How many groups and responses a step has, and when it is complete.
         stream: The prompts of the groups.
         plan: How a response is sampled.
-        wants_group: Whether a group is trained on, by the verdicts on its responses.
-        verdicts: What becomes of responses without one.
-        demonstrations: Of prompts that bring responses along.
+        wants_group: Whether a group is trained on, by whether each of its responses is correct.
+        verdicts: What becomes of responses without a verdict.
+        demonstrations: Responses that prompts bring along.
         store: The tokens that lie on this rank.
     """
 
@@ -37,7 +37,7 @@ class GenerationJob:
 
     @property
     def is_training(self) -> bool:
-        """Whether a run that is resumed generates the same again."""
+        """Whether the job is the steps of a run, which a resumed run may repeat."""
         return self.plan.seed is not None
 
     def demonstration(self, prompt: Prompt, response: int) -> Completion | None:
@@ -49,7 +49,7 @@ class GenerationJob:
         return self.wants_group([score.correct for score in scores if score.problem is None])
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, on rank 0: the tokens that are there, and the place in the prompts."""
+        """For a checkpoint, on rank 0: the stored tokens, and the position in the prompts."""
         return {"store": self.store.state(), "prompts": self.stream.state()}
 
     def forget(self, groups: Iterable[int]) -> None:

@@ -51,8 +51,8 @@ class CheckSequence:
 def check_sequences(
     prompts: Sequence[Prompt], image_token_id: int | None = None
 ) -> list[CheckSequence]:
-    """The ends of the first prompts that have something to predict; half of them whole prompts with
-    images where there are such: no others show a stale tower. Raises ValueError without any."""
+    """The ends of the first prompts with something to predict. Up to half are whole prompts with
+    images: only these show a stale vision tower. Raises ValueError where there are none."""
     texts = [
         CheckSequence(prompt.token_ids[-MAX_TOKENS:])
         for prompt in prompts
@@ -72,7 +72,7 @@ def check_sequences(
 
 
 def _last(token_ids: Sequence[int], wanted: int | None) -> int:
-    """The last place of ``wanted``."""
+    """The last index of ``wanted``."""
     return max(place for place, token in enumerate(token_ids) if token == wanted)
 
 
@@ -93,8 +93,8 @@ class LogprobCheck:
     _is_first: bool = field(default=True, init=False)
 
     def expected(self, version: int) -> Float[Tensor, " tokens"] | None:
-        """Collective. What the policy says, equal on all ranks; None when no comparison is due.
-        Needs the policy's weights."""
+        """Collective. The policy's logprobs of the compared tokens, equal on all ranks; None when
+        no comparison is due. Needs the policy's weights on the device."""
         # Version 1 is the first after an update: new adapters are zero and change nothing before.
         is_due = self._is_first or version == 1 or version % self.every == 0
         self._is_first = False

@@ -1,4 +1,4 @@
-"""What follows when the responses of a step are there, wherever they come from: hooks, the log."""
+"""What follows once a step has its responses, from any source: rollout hooks and the log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ class PostRollout:
 
     # Some rows as whole responses, on rank 0; see ``exchange.on_main``.
     shown: Callable[[Responses, RowNumbers], list[Response] | None]
-    # Rollout hooks: what of the groups of a step, given on rank 0, is changed; equal on every rank.
+    # Rollout hooks: from the groups of a step, on rank 0, to their changes, equal on every rank.
     after_scoring: Callable[[int, Groups | None], RolloutEdit] | None = None
-    # Told some responses of a step, on rank 0.
+    # Called on rank 0 with some responses of a step.
     log_samples: Callable[[int, Sequence[Response]], None] | None = None
     num_samples: int = 0  # of a step, to log
 

@@ -12,8 +12,8 @@ from megatron_rl.types import Prompt
 class PromptStream:
     """Prompts by number, equal on every rank that has an equal loader; drawn as they are asked for.
 
-    Requests are told apart by the uid of their prompt. So one that comes again among the groups of
-    a step is numbered, see ``data.loader.numbered``; rank 0 says by which ``visit``.
+    Requests are told apart by the uid of their prompt. So a prompt that comes again in a step gets
+    a number, ``visit``, which rank 0 chooses; see ``data.loader.numbered``.
     """
 
     def __init__(self, loader: PromptLoader | WeightedLoader) -> None:
@@ -33,8 +33,8 @@ class PromptStream:
         return numbered(self._prompts[number], visit)
 
     def visit(self, group: int, admission: Admission | None = None) -> int:
-        """The first number under which no group has the prompt that is open since before the step,
-        or comes before this one in it. Without ``admission``: what was said last."""
+        """The lowest number that the prompt has in no group that is open from an earlier step or
+        comes before this one in the step. Without ``admission``: the number returned last."""
         if admission is None:
             return self._visits[group]
         visits = self._admissions.get(admission.step)
@@ -101,7 +101,7 @@ class FixedPrompts(PromptStream):
 
 @dataclass
 class _Visits:
-    """Of the groups of one step, as far as they were asked for."""
+    """The visits of the groups of one step, as far as they were asked for."""
 
     by_group: dict[int, int]
     uids: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Calls that take many items at once, in a thread: no engine waits for them. Rewards are such."""
+"""Batched calls in a thread, such as those of rewards, so that no engine waits for them."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 class BatchThread(Generic[Item, Result]):
     """Works on items in a thread of this process, in the order they are given.
 
-    One call at a time; the next gets all that has come meanwhile, so that whatever takes many items
-    at once has them.
+    One call at a time; the next gets all items that have come meanwhile, so that a ``work`` that
+    is faster on many items at once gets many.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BatchThread(Generic[Item, Result]):
 
     @property
     def is_due(self) -> bool:
-        """Whether nothing is done, and the next ``take`` begins something."""
+        """Whether no call is running, and the next ``take`` begins one."""
         return self._call is None and bool(self._waiting)
 
     def take(self) -> list[Result]:
@@ -60,19 +60,19 @@ class BatchThread(Generic[Item, Result]):
         return results
 
     def forget(self) -> None:
-        """Drops what is not done yet. A call at work ends by itself; another begins after it."""
+        """Drops items, and the results of a running call, which ends before the next begins."""
         self._waiting = []
         self._call = None
 
     def close(self) -> None:
-        """Waits for the call that is at work."""
+        """Waits for the running call."""
         self._wake = None
         self._thread.shutdown()
 
 
 class Unscored(NamedTuple):
-    """A response that waits for its score. ``outcome``: what its environment says of it, which may
-    be the score."""
+    """A response that waits for its score. ``outcome``: that of its environment, which may hold
+    the score."""
 
     request: Request
     prompt: Prompt

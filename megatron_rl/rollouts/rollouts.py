@@ -43,7 +43,7 @@ class SampledStep(NamedTuple):
 
     @classmethod
     def of(cls, summary: StepSummary, job: GenerationJob, rank: int) -> SampledStep:
-        """Asks for prompts and tokens, before they are forgotten."""
+        """Collects prompts and tokens, before the job forgets them."""
         prompts = [job.stream.prompt(group, summary.visits[group]) for group in summary.shown]
         size = job.rules.responses_per_group
         completions = []
@@ -66,9 +66,9 @@ class SampledStep(NamedTuple):
     def responses(
         self, rank: int, sampling: Sampling, *, with_versions: bool, with_sampled: bool = False
     ) -> Responses:
-        """As rows, with what ``sampling`` wants beside the sampled tokens. ``with_versions``: adds
-        a column with the version of each token; ``with_sampled``: one that tells them from what
-        environments have appended."""
+        """As rows, with what ``sampling`` asks for beside the sampled tokens. ``with_versions``:
+        adds a column with the version of each token; ``with_sampled``: one that tells sampled
+        tokens from those that environments have appended."""
         answers = self.summary.answers
         holders = np.array([answer.holder for answer in answers], dtype=np.int64)
         rows = np.flatnonzero(holders == rank)
@@ -119,7 +119,7 @@ class Engines(Protocol):
     def has_turns(self) -> bool: ...
 
     def step(self, step: int, clock: Clock) -> SampledStep:
-        """Until a step has its groups."""
+        """Generates until a step has its groups."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
@@ -150,7 +150,7 @@ class Rollouts:
         engines: Those of this launch, or servers.
         job: The prompts, how they are sampled, and when a step has its groups.
         post: From responses to experience: rollout hooks, the log.
-        record: Of what each step is trained on; None: none is kept.
+        record: Writes down what each step is trained on; None: no record is kept.
     """
 
     world: World
@@ -165,11 +165,11 @@ class Rollouts:
             return self.collect(step)
 
     def collect(self, step: int) -> Experience:
-        """``next``, of engines that may generate. Under dynamic sampling (DAPO, 2503.14476 eq 11)
-        the groups are the first that the method wants, in the order of the prompts.
+        """``next``, inside ``generation``. Under dynamic sampling (DAPO, 2503.14476 eq 11) the
+        groups are the first that the method wants, in the order of the prompts.
 
-        Some responses are logged, also when none was wanted: whatever stops the run in this step,
-        they show what the policy answered.
+        Some responses are logged, also when the method wanted no group: whatever stops the run in
+        this step, they show what the policy answered.
 
         Raises:
             ValueError: no group was wanted, too many responses have no verdict, or a rollout hook
@@ -223,7 +223,7 @@ class Rollouts:
         return experience
 
     def _excluded_share(self, step: int, responses: Responses, summary: StepSummary) -> float:
-        """Of all that the step looked at; ValueError as of ``excluded_share``."""
+        """``excluded_share`` of all responses that the step looked at."""
         scores = [score for _, of_group in summary.refused.values() for score in of_group]
         if summary.groups.groups:  # else the responses are some of those that were refused
             scores += responses.scores
@@ -313,7 +313,7 @@ def age_metrics(step: int, responses: Responses, world: World) -> dict[str, floa
 
 
 def open_metrics(groups: StepGroups, job: GenerationJob) -> dict[str, float]:
-    """Of a step that ended at a number of tokens, when its open responses are kept."""
+    """Metrics of a step that ended at a number of tokens, when its open responses are kept."""
     if groups.level is None:
         return {}
     ages = [groups.step - first for first in groups.first_steps]

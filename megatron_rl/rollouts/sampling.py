@@ -38,13 +38,13 @@ class SamplingPlan:
         sampling = self.of_step(step)
         if turn and sampling.seed is not None:  # else a later turn would repeat the first draws
             sampling = replace(sampling, seed=sampling_seed(sampling.seed, turn))
-        # Besides training there are no hooks, and the plan is told of no weights.
+        # Outside training there are no hooks, and ``published`` is not called.
         if not self.hooks.hooks:
             return sampling
         return self._by_version[version].sampling_of(prompt, sampling)
 
     def of_step(self, step: int) -> Sampling:
-        """Without what hooks change for single prompts."""
+        """The sampling of a step, without what hooks change for single prompts."""
         plain = self.plain
         if self.seed is None:
             return plain
@@ -64,8 +64,8 @@ def sampling_seed(seed: int, step: int) -> int:
 def rollout_sampling(
     config: Config, stop_ids: tuple[int, ...], num_likely: int = 0, expert_width: int = 0
 ) -> Sampling:
-    """How a training step samples. ``num_likely``: as its signals want; ``expert_width``: of the
-    model's tokens."""
+    """How a training step samples. ``num_likely`` (for its signals) and ``expert_width``: see
+    ``Sampling``."""
     rollout = config.rollout
     return Sampling(
         num_responses=config.batch.responses_per_prompt,

@@ -34,7 +34,7 @@ SUFFIX = ".safetensors"
 FORMAT = 2
 TOKENS = ("token_ids", "sampler_logprobs")
 ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
-# Of an experience before it is scored, next to its responses.
+# Fields of an experience before it is scored, beside its responses.
 _REST = (
     *("discarded_groups", "sampling_rounds", "discarded_tokens", "dropped_tokens"),
     *("excluded_tokens", "excluded_share", "hook_metrics", "source_metrics"),
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepRecord:
-    """Writes; on rank 0. Example: ``StepRecord(config, world.size).write(7, experience, [48,
-    49])``. ``tools/replay`` reads it."""
+    """Writes the record, on rank 0; ``tools/replay`` reads it. Example:
+    ``StepRecord(config, world.size).write(7, experience, [48, 49])``."""
 
     def __init__(self, config: Config, world_size: int) -> None:
         self._folder = Path(config.run_dir) / FOLDER
@@ -57,8 +57,8 @@ class StepRecord:
         self._has_begun = False
 
     def write(self, step: int, experience: Experience, groups: Sequence[int]) -> None:
-        """``experience``: with the tokens of all rows. ``groups``: the numbers in the stream of
-        those that were taken.
+        """``experience``: with the tokens of all rows. ``groups``: their numbers in the stream of
+        prompts.
 
         Raises:
             ValueError: no space left.
@@ -99,7 +99,7 @@ class StepRecord:
             logger.info(message, repeated[0], repeated[-1])
 
     def _drop_oldest(self, step: int) -> None:
-        """Keeps to the limit; the step that was written stays."""
+        """Removes old steps down to the limit; ``step``, just written, stays."""
         paths = [record_path(self._folder, other) for other in recorded_steps(self._folder)]
         total = sum(path.stat().st_size for path in paths)
         for path in paths:
@@ -120,11 +120,11 @@ def _tensors(responses: Responses) -> dict[str, torch.Tensor]:
 
 
 def record_path(folder: Path, step: int) -> Path:
-    """Of a step, in ``run_dir/record``."""
+    """The file of a step in ``run_dir/record``."""
     return folder / f"step_{step:06d}{SUFFIX}"
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Ascending; none where there is no such folder."""
+    """The recorded steps in ascending order; empty without the folder."""
     names = [path.name.removesuffix(SUFFIX) for path in folder.glob(f"step_*{SUFFIX}")]
     return sorted(int(name.removeprefix("step_")) for name in names)

@@ -26,7 +26,7 @@ Carried = list[tuple[Place, Completion]]
 
 
 class ResponseStore:
-    """Completions by group and response: those from earlier steps, and what this step has got.
+    """Completions by group and response: those from earlier steps, and those of this step.
 
     Where responses continue in the next step and ranks have engines, the former are equal on every
     rank, so that any replica can continue any response and a checkpoint is asked of no other rank.
@@ -38,7 +38,7 @@ class ResponseStore:
         self._new: dict[Place, Completion] = {}
 
     def held(self, place: Place) -> Completion | None:
-        """What there was of a response at the start of the step."""
+        """What a response had at the start of the step."""
         return self._held.get(place)
 
     def length(self, place: Place) -> int:
@@ -60,8 +60,8 @@ class ResponseStore:
                 del of_time[place]
 
     def unfinished(self, groups: StepGroups, ended: Container[Place]) -> Carried:
-        """What the next step begins with of the groups that stay open: their new tokens up to the
-        ``limits`` of the step; those that have ``ended`` within them are whole."""
+        """New responses of the groups that stay open, for the next step to begin with: cut to the
+        ``limits`` of the step, but whole where they have ``ended`` within them."""
         found = []
         stays = groups.open
         for place, completion in self._new.items():
@@ -73,8 +73,8 @@ class ResponseStore:
         return found
 
     def begin_step(self, carried: Carried) -> int:
-        """What has ended or was paused is from an earlier step from now on. Returns how many of its
-        tokens were sampled since the last."""
+        """From now on these responses, ended or paused, count as from an earlier step. Returns how
+        many of their tokens were sampled since the last step began."""
         num_sampled = 0
         for place, completion in carried:
             if completion.weight_version != DEMONSTRATED:
@@ -85,12 +85,12 @@ class ResponseStore:
         return num_sampled
 
     def clear_new(self) -> None:
-        """Drops what this step has got and no step needs."""
+        """Drops the completions of this step that no later step needs."""
         self._new = {}
 
     @property
     def num_tokens(self) -> int:
-        """From earlier steps."""
+        """Tokens from earlier steps."""
         return sum(len(completion.token_ids) for completion in self._held.values())
 
     def state(self) -> dict[str, Any]:
@@ -102,13 +102,13 @@ class ResponseStore:
         self._new = _restored(state["new"])
 
     def places(self) -> list[tuple[Place, Completion, bool]]:
-        """All that is there; whether it is from an earlier step."""
+        """All completions, and whether each is from an earlier step."""
         held = [(place, one, True) for place, one in self._held.items() if place not in self._new]
         return [*held, *((place, one, False) for place, one in self._new.items())]
 
 
 def joined(first: Completion | None, more: Completion) -> Completion:
-    """What a response had, and what it has got since.
+    """A response with what it has got since ``first``.
 
     Example: two tokens of version 3 and one of version 4 have the spans
     ``(VersionSpan(3, end=2), VersionSpan(4, end=3))``.
@@ -117,7 +117,7 @@ def joined(first: Completion | None, more: Completion) -> Completion:
         return more
     if not more.token_ids:
         return replace(first, truncated=more.truncated)
-    experts = more.experts  # of what was there too, as the engine computed it again
+    experts = more.experts  # includes those of ``first``, which the engine has computed again
     if experts is not None and first.experts is not None:
         experts = filled_in(first.experts, experts)
     behind = len(first.token_ids)
@@ -139,9 +139,9 @@ def joined(first: Completion | None, more: Completion) -> Completion:
 
 
 def cut(completion: Completion, length: int) -> Completion:
-    """Its first tokens, as of a response that has not ended; of what an environment has appended,
-    all or nothing. Example: of 5 tokens of version 3 and 2 of version 4, cut to 6, the spans are
-    ``(VersionSpan(3, 5), VersionSpan(4, 6))``."""
+    """Its first tokens, as of a response that has not ended; appended tokens of an environment are
+    kept all or not at all. Example: of 5 tokens of version 3 and 2 of version 4, cut to 6, the
+    spans are ``(VersionSpan(3, 5), VersionSpan(4, 6))``."""
     ends = [0, *(span.end for span in completion.spans)]
     for span, start in zip(completion.spans, ends, strict=False):
         if span.version == APPENDED and start < length < span.end:
@@ -153,7 +153,7 @@ def cut(completion: Completion, length: int) -> Completion:
     )
     experts = completion.experts
     if experts is not None:
-        # The last one is sampled; a forward that continues brings its experts.
+        # The last token has none: the forward that continues from it computes its experts.
         experts = experts[: len(experts) - len(completion.token_ids) + length].copy()
         experts[-1:] = NOT_GIVEN
     return Completion(

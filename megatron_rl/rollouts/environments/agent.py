@@ -40,10 +40,10 @@ from megatron_rl.rollouts.environments.tools import read_calls, without_calls
 
 Conversation = Sequence[Mapping[str, Any]]  # messages of a request
 
-MODEL = "policy"  # by which it may ask
+MODEL = "policy"  # name of the model for requests
 _UNANSWERED_S = 600.0  # after which a request whose response has been ended elsewhere is dropped
-_LOOK_S = 0.005  # how often is looked whether a program has ended
-# What a request may not ask: it would be answered as if it had not. Sampling is the run's.
+_LOOK_S = 0.005  # between two checks whether a program has ended
+# Fields that a request may not set, as they would be ignored. The run decides how to sample.
 _UNSUPPORTED = ("stop", "logprobs", "functions", "response_format")
 _SHOWN = 200
 _READ_BYTES = 1 << 16  # of its output, at the end
@@ -84,10 +84,10 @@ class AgentProcess:
             )
 
     def asked(self, timeout_s: float = math.inf) -> dict[str, Any] | None:
-        """Its next request; None: it has ended. Raises TimeoutError."""
+        """The next request of the program; None: it has ended. Raises TimeoutError."""
         ends_at = time.monotonic() + timeout_s
         while time.monotonic() < ends_at:
-            has_ended = self._process.poll() is not None  # before: what it has asked comes first
+            has_ended = self._process.poll() is not None  # first, not to miss a last request
             try:
                 return self.requests.get(timeout=_LOOK_S)
             except queue.Empty:
@@ -103,7 +103,7 @@ class AgentProcess:
         self.answer(None)
 
     def ending(self) -> tuple[int, str, str]:
-        """Of one that has ended: its exit status, and the last lines of its output and errors."""
+        """Exit status of a program that has ended, and the last lines of its output and errors."""
         texts = []
         for file in (self._output, self._errors):
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
@@ -120,9 +120,9 @@ def _filled(word: str, task: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _server() -> tuple[asyncio.AbstractEventLoop, int]:
-    """That of this process, opened behind the fork of a worker: its loop and its port. One thread
-    for all: many would take the address space that a worker may have."""
-    from aiohttp import web  # by vLLM; half a second, for runs with agents alone
+    """Event loop and port of this process's server, opened after a worker is forked. One thread
+    for all agents: many would take the address space that a worker may have."""
+    from aiohttp import web  # vLLM depends on it; takes half a second, so only runs with agents
 
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
@@ -140,7 +140,7 @@ def _server() -> tuple[asyncio.AbstractEventLoop, int]:
         text = json.dumps(_completion(message, streams=bool(asked.get("stream"))))
         if not asked.get("stream"):
             return web.Response(text=text, content_type="application/json")
-        # In one event: an answer is complete before it is here.
+        # In one event: an answer is complete before it is sent.
         events = f"data: {text}\n\ndata: [DONE]\n\n"
         return web.Response(text=events, content_type="text/event-stream")
 
@@ -283,8 +283,8 @@ class Agent(Environment):
         return _added(known, asked)
 
     def _next(self) -> Conversation | None:
-        """The messages of the next request; None: the program has ended. Raises ValueError for one
-        that asks what is not done here."""
+        """The messages of the next request; None: the program has ended. Raises ValueError for a
+        request that sets what is not supported."""
         request = self._agent.asked()
         if request is None:
             return None
@@ -300,7 +300,7 @@ class Agent(Environment):
         return list(request["messages"])
 
     def _finished(self) -> Done:
-        """A last line of its output that is a JSON object with a ``reward`` gives it, and parts."""
+        """Reward and parts, where the last line of output is a JSON object with ``reward``."""
         status, said, _ = self._agent.ending()
         if status:
             raise ValueError(f"the agent failed: {self._ended()}")

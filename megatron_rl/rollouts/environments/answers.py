@@ -1,9 +1,9 @@
 """Answers of environments on disk: a run that was killed gives its responses the same ones again.
 
 An environment should be a function of its seeds and turns, but a search engine or another service
-is none. So what is answered in a training step is appended to ``run_dir/environment`` before a
-token is sampled behind it. Where the step is repeated after a kill, its turns are sampled alike,
-and their answers are read. Problems are not kept: they may be mended by then.
+is not. So answers in a training step are appended to ``run_dir/environment`` before a token is
+sampled after them. Where the step is repeated after a kill, the same turns are sampled, and their
+answers are read from disk. Problems are not kept: they may be fixed by then.
 """
 
 import hashlib
@@ -18,22 +18,22 @@ Reply = dict[str, Any]  # of ``worker.Episodes.verify``
 
 
 def answer_key(uid: str, seed: int, turns: Sequence[str]) -> str:
-    """Of an answer within its step. ``seed``: of the environment; ``turns``: all texts so far."""
+    """Key of an answer in its step. ``seed``: of the environment; ``turns``: all texts so far."""
     return hashlib.blake2b(json.dumps([uid, seed, turns]).encode(), digest_size=16).hexdigest()
 
 
 class RecordedAnswers:
-    """Those that a process has asked for, and those of earlier starts of the run."""
+    """Answers that this process has got, and those of earlier starts of the run."""
 
     def __init__(self, folder: Path, num_steps: int) -> None:
-        """``num_steps``: that a run may go back, and one."""
+        """``num_steps``: one more than a run that resumes may go back."""
         self._folder = folder
         self._num_steps = num_steps
         self._name = f"{uuid4().hex}.jsonl"  # no other process has it
         self._known: dict[int, dict[str, Reply]] = {}  # by step
 
     def of_step(self, step: int) -> dict[str, Reply]:
-        """By key; it is to be changed by ``add`` alone."""
+        """Answers by key; only ``add`` may change them."""
         if step not in self._known:
             self._known[step] = found = {}
             for path in sorted(self._folder.glob(f"step_{step:06d}.*")):
@@ -53,7 +53,7 @@ class RecordedAnswers:
                 file.write(json.dumps([key, reply]) + "\n")
 
     def _drop(self, step: int) -> None:
-        """What no resumed run asks for: up to ``step``."""
+        """Drops the answers up to ``step``, which no resumed run asks for."""
         self._known = {one: answers for one, answers in self._known.items() if one > step}
         for path in self._folder.glob("step_*"):
             if int(path.name.split(".")[0].removeprefix("step_")) <= step:

@@ -24,7 +24,7 @@ Message = Mapping[str, str]  # of a chat template: role and content
 
 @dataclass(frozen=True)
 class Done:
-    """A response is complete. ``reward``: None, and the reward of the run judges its last turn.
+    """A response is complete. ``reward``: None: the reward of the run judges its last turn.
     ``parts``: further numbers, logged as ``reward/part/NAME``; ``accuracy`` in [0, 1] says whether
     it is correct (else it is when the reward is 1).
 
@@ -36,9 +36,9 @@ class Done:
 
 
 class ToolFailure(Exception):
-    """Raised by a tool that has itself failed, as a server that is gone: its response has no
-    verdict (``reward.on_problem``). Of any other exception the model is told, as the call's fault.
-    """
+    """Raised by a tool that has itself failed, such as one whose server is gone: the response then
+    has no verdict (``reward.on_problem``). Any other exception is shown to the model, as an error
+    of its call."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class Environment:
 
     @classmethod
     def prepare(cls, settings: EnvironmentSettings) -> None:
-        """Once, in the process that the workers are forked from: what would cost each of them
-        time. It must start no thread and keep no connection."""
+        """Called once, in the process that the workers are forked from, for work that would cost
+        each of them time. It must start no thread and keep no connection."""
 
     def start(self, task: Task, seed: int) -> None:
-        """Before the first turn. ``seed``: of the run, the prompt and the response."""
+        """Called before the first turn. ``seed``: of the run, the prompt and the response."""
 
     def step(self, text: str, seed: int) -> str | Sequence[Message] | Done:
         """What follows a turn: the content of a message of the user, several messages, or the end.

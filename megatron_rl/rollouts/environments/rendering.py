@@ -79,7 +79,7 @@ class MessageRendering:
         before, _, behind = whole.partition(_MARK)
         if before != read:
             raise ValueError(
-                f"{self._where}: writes earlier turns otherwise once others follow"
+                f"{self._where}: writes earlier turns differently once others follow"
                 f" ({before[-40:]!r}, where the model has read {read[-40:]!r}), so a policy would"
                 " be trained on other tokens than it has sampled; give the model a template that"
                 " keeps them, or set env=single"
@@ -101,7 +101,7 @@ class MessageRendering:
             for other in others:
                 if first != other or _RESULT not in first:
                     raise ValueError(
-                        f"{self._where}: what it writes of a message of the role {role} depends on"
+                        f"{self._where}: what it writes for a message of role {role} depends on"
                         f" the turns before it ({first[:40]!r}, {other[:40]!r}), or leaves it out;"
                         " give the model a template that does not, or set env=single"
                     )
@@ -109,8 +109,8 @@ class MessageRendering:
             apart = [*self._encoded(turn), *self._encoded(first)]
             if apart != self._encoded(turn + first):
                 raise ValueError(
-                    f"{self._where}: what follows {self._end!r} has other tokens by itself than"
-                    " behind it (the tokenizer adds some to each text); give the model another"
+                    f"{self._where}: what follows {self._end!r} has other tokens on its own than"
+                    " after it (the tokenizer adds some to each text); give the model another"
                     " tokenizer, or set env=single"
                 )
 

@@ -16,7 +16,7 @@ _NUM_FOUND = 3
 
 def search_tool(settings: EnvironmentSettings, query: str) -> str:
     """The documents of ``env.corpus`` that fit best, the best one first."""
-    # Words alone, each as a text of its own: FTS5 has a language of queries.
+    # Words alone, each in quotes: FTS5 would read operators of its query language.
     words = " OR ".join(f'"{word}"' for word in re.findall(r"\w+", query)) or '""'
     rows = _opened(settings.corpus).execute(
         "SELECT title, text FROM corpus WHERE corpus MATCH ? ORDER BY bm25(corpus), rowid LIMIT ?",
@@ -36,7 +36,7 @@ def check_corpus(settings: EnvironmentSettings) -> None:
 
 
 def _documents(path: str) -> Iterator[tuple[str, str]]:
-    """Title and text of each. Raises ValueError with the line that is none."""
+    """Title and text of each document. Raises ValueError with the line that is not one."""
     remedy = 'give a file whose lines are {"text": ..., "title": ...}, the title optional'
     with concerning(f"env.corpus = {path}", remedy, (OSError,)):
         lines = Path(path).open(encoding="utf-8")  # noqa: SIM115 (closed below)
@@ -64,7 +64,7 @@ def indexed(path: str) -> bytes:
 
 @functools.cache
 def _opened(path: str) -> sqlite3.Connection:
-    """Of this process: SQLite forbids to take a connection through a fork."""
+    """This process's connection: SQLite forbids using one across a fork."""
     index = sqlite3.connect(":memory:", check_same_thread=False)
     index.deserialize(indexed(path))
     return index

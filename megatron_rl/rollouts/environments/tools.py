@@ -48,7 +48,7 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a turn. ``problem``: why it is none.
+    """One call of a turn. ``problem``: why it cannot be made.
 
     Example: ``Call("calculator", {"expression": "6*7"})``.
     """
@@ -93,7 +93,7 @@ def calculator(expression: str) -> str:
 def _value(node: ast.AST) -> int | float:
     if isinstance(node, ast.Constant):
         value = node.value
-        # A truth value is an int as well, and none that is meant.
+        # A bool is an int as well, but not meant here.
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
@@ -110,8 +110,8 @@ def _value(node: ast.AST) -> int | float:
 
 
 def python_tool(settings: EnvironmentSettings, scripts: list[str]) -> Callable[[str], str]:
-    """The tool ``python``: a script in the sandbox of ``reward.sandbox``, behind those of
-    ``scripts``, which it joins: they run again, unheard, with the same random numbers."""
+    """The tool ``python``: runs a script in the sandbox of ``reward.sandbox``, after those of
+    ``scripts``, with the same random numbers and no output; then it is added to ``scripts``."""
 
     def python(code: str) -> str:
         """Runs a Python script and gives what it prints.

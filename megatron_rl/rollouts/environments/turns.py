@@ -41,11 +41,11 @@ class Waiting(NamedTuple):
     """A response that has ended a turn.
 
     Attributes:
-        key: Under which its outcome is told.
-        step: Of training; None: it is for nothing that a run repeats.
-        whole: All of it.
-        most_tokens: It may have in all.
-        began: When its first turn was, by ``time.monotonic``.
+        key: Key under which ``Turns.take`` returns its outcome.
+        step: Training step; None: for nothing that a resumed run repeats.
+        whole: The whole response so far.
+        most_tokens: Tokens that the whole response may have.
+        began: When its first turn began, by ``time.monotonic``.
     """
 
     key: Hashable
@@ -60,8 +60,8 @@ class Waiting(NamedTuple):
 class Turns:
     """Decides what becomes of a response whose turn has ended; one object a process.
 
-    Which responses wait, and what becomes of those that do not, every rank sees alike. ``give`` and
-    ``take`` are for the one that asks the environment, and has workers from the first call on.
+    Every rank decides alike which responses wait, and what becomes of the others. ``give`` and
+    ``take`` are for the rank that asks the environment, whose workers start at the first call.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Turns:
         has_tools: bool,
         call_format: CallFormat | None = None,
     ) -> None:
-        """Raises ValueError where the environment or the chat template of the model will not do."""
+        """Raises ValueError where the environment or the model's chat template is unsuitable."""
         self.config: EnvironmentConfig = config.env
         self.environment = environment_class(settings.name)
         self.has_tools = has_tools
         self._format = call_format
         roles = ("tool",) if has_tools else ("user",)
         self._rendering = MessageRendering(tokenizer, roles, config.model.path)
-        # Of responses. None: no text ends a turn, and partial rollouts may pause behind any token.
+        # They end a response. None: no text ends a turn, and partial rollouts may pause anywhere.
         self._ends = eos_token_ids(Path(config.model.path)) if config.rollout.stop else None
         self._tokenizer = tokenizer
         self._on_problem = config.reward.on_problem
@@ -121,15 +121,15 @@ class Turns:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """``env.step_timeout_s`` begins again."""
+        """Starts ``env.step_timeout_s`` anew."""
         self._spent_s = 0.0
 
     def wake_by(self, wake: Callable[[], None]) -> None:
-        """Before anything is given: what the thread is to call when some are answered."""
+        """Sets what the thread is to call when some are answered. Call it before ``give``."""
         self._thread = BatchThread(self._outcomes, "turns", wake=wake)
 
     def ended(self, whole: Completion) -> Outcome:
-        """Of a response that is cut, or has ended with a token that ends no message."""
+        """Outcome of a response that was cut, or ended with a token that ends no message."""
         return self._over(whole, "tokens" if whole.truncated else "stop")
 
     def _outcomes(self, waiting: list[Waiting]) -> list[tuple[Hashable, Outcome]]:
@@ -175,7 +175,7 @@ class Turns:
             tokens.insert(0, self._rendering.end_token_id)
         if len(turns_of(whole)) >= self.config.max_turns:
             return self._over(whole, "turns")
-        # One more at least is to be sampled behind them.
+        # At least one more token has to be sampled after them.
         if len(whole.token_ids) + len(tokens) >= waiting.most_tokens:
             return self._over(whole, "tokens")
         most_s = self.config.max_seconds
@@ -233,19 +233,19 @@ def _score(done: dict[str, Any]) -> Score | None:
 
 
 def episode_seed(seed: int, prompt_uid: str, response: int) -> int:
-    """Of the environment of one response (62 bits)."""
+    """Seed of the environment of one response (62 bits)."""
     text = f"environment/{seed}/{prompt_uid}/{response}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def turns_of_run(config: Config, tokenizer: PreTrainedTokenizerBase) -> Turns | None:
-    """Before the prompts are read: from here on ``tokenizer`` shows the tools wherever it renders
-    messages. None: a response has one turn.
+    """Call this before the prompts are read: from then on ``tokenizer`` shows the tools wherever it
+    renders messages. None: a response has one turn.
 
     Raises:
         ValueError: there is no such environment, tool or parser, it does not work on this machine,
-            a tool lacks the docstring that the model is shown, or the chat template will not do.
+            a tool lacks the docstring that the model is shown, or the chat template is unsuitable.
     """
     if not config.env.has_turns:
         return None

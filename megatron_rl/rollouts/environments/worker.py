@@ -22,8 +22,8 @@ from megatron_rl.rollouts.environments.base import (
     environment_class,
 )
 
-_MOST_OPEN = 256  # environments that a worker keeps; another is made again from its turns
-# Of one answer: what is sent to the trainer, and rendered there, stays small whatever it says.
+_MOST_OPEN = 256  # environments that a worker keeps; others are made again from their turns
+# Limits of one answer: what is sent to the trainer and rendered there must stay small.
 _MOST_ITEMS = 64  # messages, or parts of a reward
 _MOST_NAME = 100  # characters of the name of a tool or a part
 _ROLES = ("tool", "user")
@@ -56,7 +56,7 @@ class Episodes:
         self._class = environment_class(settings.name)
         self._open: OrderedDict[tuple[str, int], tuple[list[str], Environment]] = OrderedDict()
         limits = (settings.timeout_s, settings.memory_bytes, self._class.starts_processes)
-        # After a failure of a tool another worker connects anew.
+        # After the failure of a tool this worker ends, and another one connects anew.
         self._limits = WorkerLimits("env", *limits, fatal=(ToolFailure,))
 
     def verify(self, task: Task, seed: int, turns: Sequence[str]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Episodes:
         # Taken out: one that fails in the middle is not used again.
         seen, environment = self._open.pop(key, ([], None))
         if environment is None or list(turns[: len(seen)]) != seen or len(seen) == len(turns):
-            # One that remembers nothing needs none of the turns before the last.
+            # An environment that remembers nothing needs none of the turns before the last.
             seen = [] if self._class.remembers else list(turns[:-1])
             environment = self._class(self._settings)
             seed_libraries(seed)
@@ -116,7 +116,7 @@ class Episodes:
 
 
 def _encodable(text: str) -> str:
-    """Without lone surrogates, which no tokenizer takes; a ? in their place."""
+    """``text`` with a ? in place of lone surrogates, which no tokenizer takes."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -135,7 +135,7 @@ def _verdict(done: Done) -> dict[str, Any]:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most ``most`` characters of a text, from both of its ends, with what is left out between.
+    """At most ``most`` characters of a text, from both of its ends, and how many are left out.
 
     Example: ``shortened("abcdefgh", 4)`` is ``"ab\\n[4 characters left out]\\ngh"``.
     """
@@ -147,6 +147,6 @@ def shortened(text: str, most: int) -> str:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Of the environment in one turn, counted from 0."""
+    """Seed of the environment in one turn, counted from 0."""
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")

@@ -1,4 +1,4 @@
-"""Prompts that a step asks the engine again, by the sampling hooks of a run (``hooks.base``)."""
+"""Responses that the sampling hooks of a run request within a step (``hooks.base``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_rl.rollouts.rows.experience import ROW_ARRAYS, Responses
 from megatron_rl.rollouts.rows.metrics import Clock
 from megatron_rl.types import DEMONSTRATED, Completion, Prompt, Sampling
 
-# Of one hook in one step: more is a hook that does not come to an end.
+# Rounds of one hook in one step: a hook that asks more often does not come to an end.
 _MOST_ROUNDS = 64
 
 
@@ -30,7 +30,7 @@ Gather = Callable[[Any], list[Any]]  # collective: what every rank has
 
 
 class Resampled(NamedTuple):
-    """``dropped_tokens``: of the groups that have left."""
+    """``dropped_tokens``: those of groups and rows that hooks have dropped."""
 
     responses: Responses
     metrics: Mapping[str, float] = {}
@@ -45,7 +45,7 @@ class Resampling:
     prompts: Sequence[Prompt]
 
     def as_they_are(self) -> Resampling:
-        """With what the temperatures of hooks depend on now, whatever they learn later."""
+        """A snapshot: temperatures as the hooks choose them now, whatever they learn later."""
         warming = {
             name: deepcopy(hook)
             for name, hook in self.hooks.items()
@@ -70,9 +70,9 @@ class Resampling:
         gather: Gather,
         refused: Sequence[ScoredGroup] = (),
     ) -> Resampled:
-        """Collective. ``sampling``: of the step, without what hooks change for single prompts; what
-        is asked has the seeds after its own. ``refused``: by dynamic sampling. Without a hook
-        nothing changes.
+        """Collective: lets the hooks request and drop responses; without hooks nothing changes.
+        ``sampling``: of the step, without what hooks change for single prompts; requests have the
+        seeds after its own. ``refused``: groups that dynamic sampling refused.
 
         Raises:
             ValueError: a hook dropped every group, or asked without end.
@@ -96,7 +96,7 @@ class Resampling:
                     prompts = [ask.prompt for ask in wanted.asks for _ in range(ask.num_responses)]
                     responses = merged(responses, replace(more, prompts=prompts), groups)
                 keep = np.ones(responses.num_groups, dtype=bool)
-                # The hook has spoken of the groups that it saw; those that were asked for stay.
+                # ``keep`` is about the groups that the hook saw; those that it asked for stay.
                 keep[:num_groups] = True if wanted.keep is None else wanted.keep
                 rows = keep[responses.group_ids]
                 rows[_replaced(responses, wanted.asks)] = False
@@ -117,7 +117,7 @@ class Resampling:
         return {name: hook.state() for name, hook in self.hooks.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """A hook that the run before had not begins anew."""
+        """A hook that has no saved state begins anew."""
         for name, hook in self.hooks.items():
             if name in state:
                 hook.restore(state[name], self.prompts)
@@ -127,7 +127,7 @@ NO_RESAMPLING = Resampling({}, ())
 
 
 def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Resampling:
-    """Of the hooks of a run, ``chosen``, those that ask the engine."""
+    """The sampling hooks among ``chosen``, the hooks of a run."""
     hooks = {
         name: ROLLOUT_HOOKS[name].make(**piece.knobs)
         for name, piece in chosen.items()
@@ -139,8 +139,8 @@ def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Res
 def _singles(
     asks: Sequence[Ask], num_groups: int
 ) -> tuple[list[Prompt], Int[np.ndarray, " responses"]]:
-    """Each response is sampled alone, under a uid of its own, so that all of them are one
-    generation; with the group that it joins. ``num_groups``: that are there. A group of its own has
+    """One prompt per response that is asked for, under a uid of its own, so that all of them are
+    one generation; and the group that each joins. ``num_groups``: existing groups. A new group has
     the demonstrations of its prompt, unless some are given; one that grows has them already."""
     singles: list[Prompt] = []
     groups: list[int] = []
@@ -160,7 +160,7 @@ def _singles(
 
 
 def _replaced(responses: Responses, asks: Sequence[Ask]) -> list[int]:
-    """The rows that leave for those that ``asks`` have brought, the last of their groups."""
+    """The rows that the responses of ``asks`` replace: the last of their groups."""
     rows: list[int] = []
     for ask in asks:
         if ask.replaces:
@@ -171,8 +171,8 @@ def _replaced(responses: Responses, asks: Sequence[Ask]) -> list[int]:
 
 
 def right_responses(responses: Responses, gather: Gather) -> list[tuple[Prompt, Completion]]:
-    """Collective: the rows that were sampled and are right, in their order, as demonstrations, each
-    with the logprobs and the kept tokens of its sampler."""
+    """Collective: the sampled rows that are correct, in their order, as demonstrations, each with
+    the logprobs and the kept tokens of its sampler."""
     tokens = responses.tokens
     names = [name for name in ("token_ids", "sampler_logprobs", "kept") if name in tokens.columns]
     flags = tokens.views("sampled") if "sampled" in tokens.columns else None
@@ -190,14 +190,14 @@ def right_responses(responses: Responses, gather: Gather) -> list[tuple[Prompt, 
 
 
 def scored_groups(responses: Responses) -> list[ScoredGroup]:
-    """What every rank knows of a step."""
+    """The groups of a step with their scores, which every rank knows."""
     pairs = list(zip(responses.prompts, responses.scores, strict=True))
     groups = responses.by_group(pairs)
     return [ScoredGroup.of(group[0][0], [score for _, score in group]) for group in groups]
 
 
 def merged(first: Responses, more: Responses, groups: Int[np.ndarray, " more"]) -> Responses:
-    """Both, in canonical order. ``groups``: of each row of ``more`` the group that it joins, after
+    """Both, in canonical order. ``groups``: for each row of ``more`` the group that it joins, after
     the rows that are there.
 
     Example: groups 0 0 1 1 and two rows more for 0 and 2 are the groups 0 0 0 1 1 2.

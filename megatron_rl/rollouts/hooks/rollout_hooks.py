@@ -44,7 +44,7 @@ class RolloutHooks:
         for name, knobs in self._chosen.items():
             edit = called(name, step, list(left.values()), knobs)
             keep = [True] * len(left) if edit.keep is None else edit.keep
-            # By their numbers before any hook: each sees what the one before left.
+            # Numbers of the groups before any hook: each hook sees what the one before has left.
             numbers = [number for number, keeps in zip(left, keep, strict=True) if keeps]
             left = dict(zip(numbers, edited(list(left.values()), edit), strict=True))
             metrics |= {f"hook/{name}/{key}": float(value) for key, value in edit.metrics.items()}

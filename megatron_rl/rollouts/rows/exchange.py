@@ -23,8 +23,8 @@ from megatron_rl.types import APPENDED, PLACES, Completion, Prompt, VersionSpan
 
 @dataclass(frozen=True)
 class Route:
-    """The way of all rows of a step. ``lengths``: response tokens of each row; ``source``: the rank
-    that has it; ``target``: the rank that is to have it.
+    """Where all rows of a step travel. ``lengths``: response tokens of each row; ``source``: the
+    rank that has it; ``target``: the rank that is to have it.
 
     Example, two ranks that have sampled two rows each, and exchange one each:
     ``Route(lengths=[5, 7, 2, 3], source=[0, 0, 1, 1], target=[0, 1, 0, 1])``.
@@ -35,12 +35,12 @@ class Route:
     target: Ranks
 
     def outgoing(self, rank: int) -> Int[np.ndarray, " sent"]:
-        """Rows that ``rank`` sends, by target, of one target in canonical order."""
+        """Rows that ``rank`` sends, sorted by target, for one target in canonical order."""
         rows = np.flatnonzero(self.source == rank)
         return rows[np.argsort(self.target[rows], kind="stable")]
 
     def incoming(self, rank: int) -> Int[np.ndarray, " received"]:
-        """Rows that ``rank`` receives, by source, of one source in canonical order."""
+        """Rows that ``rank`` receives, sorted by source, from one source in canonical order."""
         rows = np.flatnonzero(self.target == rank)
         return rows[np.argsort(self.source[rows], kind="stable")]
 
@@ -84,9 +84,9 @@ def token_rows(
     num_likely: int = 0,
 ) -> TokenRows:
     """The rows that were sampled here; columns ``token_ids`` (int32) and ``sampler_logprobs``
-    (float32). ``with_sampled``: and ``sampled`` (bool), on all ranks or on none; ``num_kept``: and
-    ``kept`` (int32), so many places a token; of a response without it all are free.
-    ``num_likely``: and ``likely`` and ``sampler_likely_logprobs`` in the same way."""
+    (float32). ``with_sampled``: adds ``sampled`` (bool), on all ranks or on none; ``num_kept``:
+    adds ``kept`` (int32) with so many slots per token, unused for a response without kept tokens.
+    ``num_likely``: adds ``likely`` and ``sampler_likely_logprobs`` in the same way."""
     ids = [np.asarray(each.token_ids, dtype=np.int32) for each in completions]
     logprobs = [np.asarray(each.sampler_logprobs, dtype=np.float32) for each in completions]
     columns = {
@@ -109,8 +109,8 @@ def token_rows(
 def expert_rows(
     rows: RowNumbers, completions: Sequence[Completion], prompts: Sequence[Prompt], width: int
 ) -> TokenRows:
-    """The experts of all tokens of the rows that were sampled here, as ``Responses.experts``; none
-    are given of what no engine has computed. ``prompts``: of these rows."""
+    """The experts of all tokens of the rows that were sampled here, as ``Responses.experts``;
+    ``not_given`` for what no engine has computed. ``prompts``: of these rows."""
     given = []
     for one, prompt in zip(completions, prompts, strict=True):
         num_tokens = len(prompt.token_ids) + len(one.token_ids)
@@ -127,7 +127,7 @@ def expert_rows(
 def _places(
     completions: Sequence[Completion], name: str, num_places: int
 ) -> Shaped[np.ndarray, "tokens places"]:
-    """A field of ``PLACES``, of one response after the other."""
+    """A field of ``PLACES`` of all responses, one after the other."""
     typecode, free = PLACES[name]
     parts = [np.empty((0, num_places), typecode)]
     for one in completions:
@@ -139,7 +139,7 @@ def _places(
 
 
 def token_versions(completions: Sequence[Completion]) -> Int[np.ndarray, " tokens"]:
-    """The version of the weights that sampled each token, of one response after the other."""
+    """The version of the weights that sampled each token, one response after the other."""
     versions = []
     lengths = []
     for one in completions:
@@ -152,7 +152,7 @@ def token_versions(completions: Sequence[Completion]) -> Int[np.ndarray, " token
 
 
 def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
-    """Collective: the rows whose target is this rank, by source and there in canonical order.
+    """Collective: the rows whose target is this rank, sorted by source, then in canonical order.
 
     Each row goes to its target alone. Sizes follow from the route, so nothing but values travels:
     8 bytes a token for 32-bit ids and logprobs. All ranks hold columns of the same names and
@@ -168,7 +168,7 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
     columns = {}
     for name, values in outgoing.columns.items():
         buffer = torch.from_numpy(np.empty((sum(received), *values.shape[1:]), dtype=values.dtype))
-        # What comes in is named before what goes out, tensors and sizes alike.
+        # Outputs come before inputs in the arguments, tensors and sizes alike.
         own = torch.from_numpy(values)
         dist.all_to_all_single(buffer, own, received, sent, group=world.control_group)
         columns[name] = buffer.numpy()
@@ -182,8 +182,8 @@ def gathered_on_main(
     lengths: Int[np.ndarray, " rows"] | None = None,
 ) -> TokenRows:
     """Collective: all rows of ``responses`` in canonical order, on rank 0; none on the others.
-    ``tokens``: those that lie on this rank, with any columns; ``lengths``: theirs, where they are
-    not of responses."""
+    ``tokens``: the rows on this rank, with any columns; ``lengths``: tokens of each row, where
+    these are not those of responses."""
     main = np.zeros(len(responses), dtype=np.int64)
     route = Route(responses.lengths if lengths is None else lengths, responses.holders, main)
     everything = exchange_rows(tokens, route, world)

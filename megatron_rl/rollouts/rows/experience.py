@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class Passage(NamedTuple):
-    """A part of a conversation: what the model has sampled, or what is appended to it."""
+    """A part of a conversation: sampled by the model, or appended by its environment."""
 
     is_sampled: bool
     text: str
@@ -41,7 +41,7 @@ class Response:
 
 
 Groups = Sequence[Sequence[Response]]
-# Of ``Responses``: one value a row.
+# Fields of ``Responses`` with one value per row.
 ROW_ARRAYS = ("group_ids", "lengths", "truncated", "weight_versions", "holders")
 
 
@@ -53,8 +53,8 @@ class Responses:
     this order. ``holders`` is the rank that has each row; ranks that work with that one may have a
     copy. Columns: ``token_ids`` (int32) and ``sampler_logprobs`` (float32). ``experts``: of the
     same rows, the column ``experts`` of all tokens of their sequences, as in ``SequenceBatch``;
-    None: nothing is known of them. ``num_appended``: tokens of each row that its environment has
-    given; None: every token was sampled, else there is a column ``sampled`` (bool).
+    None: not known. ``num_appended``: tokens of each row that its environment has appended; None:
+    every token was sampled, else there is a column ``sampled`` (bool).
 
     Example, two responses to one prompt, of 5 and 7 tokens, on rank 3: ``prompts=[p, p]``,
     ``group_ids=[0, 0]``, ``lengths=[5, 7]``, ``holders=[3, 3]``.
@@ -80,17 +80,17 @@ class Responses:
 
     @property
     def is_demonstration(self) -> Bool[np.ndarray, " rows"]:
-        """Which came with their prompt, see ``rollouts/demonstrations.py``."""
+        """The rows that came with their prompt, see ``rollouts/demonstrations.py``."""
         return self.weight_versions == DEMONSTRATED
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Of the responses that did not come with their prompt."""
+        """Sampled tokens of all responses that did not come with their prompt."""
         return int(self.sampled_lengths[~self.is_demonstration].sum())
 
     @property
     def sampled_lengths(self) -> Int[np.ndarray, " rows"]:
-        """Without what environments have appended."""
+        """Tokens of each response, without those that environments have appended."""
         return self.lengths if self.num_appended is None else self.lengths - self.num_appended
 
     def by_group(self, values: Sequence[Value]) -> list[list[Value]]:
@@ -130,20 +130,20 @@ class Responses:
 class Experience:
     """One rollout: N responses in canonical (prompt, response) order.
 
-    What is one number a response is equal on every rank. Tokens lie where ``responses.holders``
-    says: first where they were sampled, from ``Learner.score`` on with their owners (see
+    Values per response are equal on every rank. Tokens lie where ``responses.holders`` says: first
+    where they were sampled, from ``Learner.score`` on with their owners (see
     ``trainer/placement.py``). All tensors are on the host: credit and bookkeeping run there, and a
     micro-batch takes what it needs to the device.
 
     Attributes:
-        progress: share of the run's steps that there are up to this one.
+        progress: share of the run's steps up to and including this one.
         num_sampled: tokens of each response that the sampler drew; None: all of them.
         local: what this rank does of a pass over all rows; its rows are those of
             ``responses.tokens``. Filled in by ``Learner.score``, as is all that follows.
         ref: scores of the reference; None: the method needs none.
         old: of the policy before the step; None: see ``on_policy``.
-        token_columns: what signals give, of the tokens of ``local``.
-        columns: what they give of all responses; in an update with those of its minibatch.
+        token_columns: columns that signals give for the tokens of ``local``.
+        columns: those that they give for all responses; in an update also its minibatch's.
     """
 
     responses: Responses
@@ -173,7 +173,7 @@ class Experience:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     def with_experts(self, experts: UInt8[Tensor, "all_tokens width"]) -> Experience:
-        """With those of all tokens of ``local``."""
+        """With the experts of all tokens of ``local``."""
         assert self.local is not None
         batch = replace(self.local.batch, experts=experts)
         held = TokenRows(
@@ -186,7 +186,7 @@ class Experience:
         )
 
     def at_step(self, step: int, num_steps: int) -> Experience:
-        """As that of a step of a run to ``num_steps``: what a method may read of time."""
+        """With ``step`` and ``progress``, of a run of ``num_steps`` steps, for methods to read."""
         return replace(self, step=step, progress=step / num_steps)
 
     @property

@@ -96,7 +96,7 @@ def _by_name(several: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 def temperature_metrics(
     annealing: Annealing | None, lengths: Int[Tensor, " responses"]
 ) -> dict[str, float]:
-    """Of the tokens of responses; nothing where they have one temperature."""
+    """Temperatures of the tokens of responses; empty where they have a single one."""
     if annealing is None:
         return {}
     by_position = annealing.of_positions(torch.arange(int(lengths.max()))).double()
@@ -109,7 +109,7 @@ def temperature_metrics(
 
 
 def _sampled(experience: Experience) -> np.ndarray:
-    """The rows that were sampled; all rows where none was."""
+    """The rows that were sampled; all rows if none was."""
     is_demonstration = experience.responses.is_demonstration
     return np.flatnonzero(is_demonstration.all() | ~is_demonstration)
 
@@ -133,7 +133,7 @@ def token_metrics(experience: Experience, old: TokenScores, world: World) -> dic
         partials = np.column_stack([partials, response_sums(entropies, counted)])
     rows = _sampled(experience)
     table = of_all_rows(experience.responses, partials, world)
-    # The logprobs of demonstrations where they come from are not known.
+    # The sampler logprobs of demonstrations are not known.
     table[experience.responses.is_demonstration, :4] = 0
     table = table[rows]
     lengths = experience.loss_tokens.numpy()[rows]

@@ -44,7 +44,7 @@ def of_all_rows(
     responses: Responses, partials: np.ndarray, world: World
 ) -> Float[np.ndarray, "all_rows columns"]:
     """Collective: the table of all rows in canonical order, from partials of the rows that lie on
-    each rank. Of the ranks that have a row the holder tells."""
+    each rank. A row that lies on several ranks is taken from its holder."""
     rows = responses.tokens.rows
     tells = responses.holders[rows] == world.rank
     table = np.zeros((len(responses), partials.shape[1]))
@@ -59,10 +59,10 @@ def of_all_rows(
 def mismatch_partials(
     old_logprobs: Tokens, sampler_logprobs: Tokens, lengths: Lengths
 ) -> Float[np.ndarray, "rows 4"]:
-    """Of the rows of this rank, with d = old - sampler: sum |d|, max |d|, sum exp(d), and sum
+    """For the rows of this rank, with d = old - sampler: sum |d|, max |d|, sum exp(d), and sum
     exp(d) - d - 1."""
     difference = (old_logprobs - sampler_logprobs).astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are told as they are
+    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are reported as such
         ratio = np.exp(difference)
         excess = ratio - difference - 1
     size = np.abs(difference)

@@ -15,13 +15,13 @@ _SHOWN_CAUSES = 3
 
 
 class VerdictRules(NamedTuple):
-    """What a step asks of its verdicts."""
+    """How many verdicts a step needs."""
 
-    min_group: int  # judged responses of a group without which the group leaves, too
+    min_group: int  # a group with fewer judged responses leaves, too
     max_excluded_share: float  # of responses without a verdict; a step with more ends the run
 
     def judged(self, responses: Responses) -> Responses:
-        """Responses that have a verdict; of groups that lose one, those that stay large enough."""
+        """Responses with a verdict, without groups that have too few of them left."""
         has_verdict = np.array([score.problem is None for score in responses.scores], dtype=bool)
         if has_verdict.all():
             return responses
@@ -32,7 +32,7 @@ class VerdictRules(NamedTuple):
 
 
 def excluded_share(scores: Sequence[Score], limit: float, of: str) -> float:
-    """The share of responses without a verdict. ``of``: what they are of, for the message.
+    """The share of responses without a verdict. ``of``: whose responses, for the message.
 
     Raises:
         ValueError: it is above ``limit``, or no response has a verdict; names the causes.
