@@ -7,11 +7,11 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-# Each of these comes once for every module and rank: megatron says what is not installed
+# Warnings that come once for every module and rank: megatron says what is not installed
 # (precision.describe says it once), and torch announces new names of collectives.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-# And of every model that its class is deprecated (see ``model.HiddenStates``), and that the
+# Messages that come for every model: its class is deprecated (see ``model.HiddenStates``), and the
 # parameters of a distributed optimizer get a layout only now.
 for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
     logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)

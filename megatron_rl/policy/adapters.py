@@ -2,10 +2,10 @@
 
 A layer that is cut along its outputs (qkv, gate and up) has A whole and B cut like itself; one that
 is cut along its inputs (output and down projection) has A cut and B whole; both are whole beside
-one that every rank has whole (to latent vectors). What crosses tensor ranks is then the product
-with A, of ``rank`` numbers a token. What is whole gets a whole gradient
-on every rank, but under sequence parallelism, where each rank sees its own tokens: megatron sums
-the gradients of parameters that say ``sequence_parallel``.
+one that every rank has whole (to latent vectors). So only the product with A crosses tensor ranks,
+``rank`` numbers per token. Whole matrices get their whole gradient on every rank, except under
+sequence parallelism, where each rank sees its own tokens: megatron then sums the gradients of
+parameters that are marked ``sequence_parallel``.
 """
 
 import contextlib
@@ -62,8 +62,8 @@ class Adapter(torch.nn.Module):
     """The adapters of all projections in one linear layer: parameters ``q_proj_a``, ``q_proj_b``.
 
     Args:
-        slots: of the projections, A before B, in the order in which the layer has them.
-        scale: of the update.
+        slots: those of the projections, A before B, in the order in which the layer has them.
+        scale: factor of the product B A.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Adapter(torch.nn.Module):
         return self._fused([F.linear(x, b) for x, (_, b) in zip(parts, self.pairs, strict=True)])
 
     def _fused(self, parts: Sequence[Tensor]) -> Tensor:
-        """What the projections give, along the last axis in the order of the layer's rows."""
+        """The outputs of the projections, along the last axis in the order of the layer's rows."""
         if self.host.kind == "qkv":
             # Each query group stands together: its queries, its key, its value.
             groups = [x.unflatten(-1, (self.host.num_groups, -1)) for x in parts]
@@ -207,7 +207,7 @@ def adapters_by_weight(model: torch.nn.Module) -> dict[Tensor, Adapter]:
 
 @contextlib.contextmanager
 def switched_off(adapters: Mapping[Tensor, Adapter]) -> Iterator[None]:
-    """Inside, the model is the one without adapters."""
+    """Context in which the model has no adapters."""
     for adapter in adapters.values():
         adapter.enabled = False
     try:

@@ -169,7 +169,7 @@ class MegatronPolicy:
         if self.arch.vision is not None:
             has_tower = self.ranks.pipeline_rank == 0
             vision = VisionBatcher(self.arch.vision, self.settings.image_processor, has_tower)
-        # Transformer Engine's attention, context parallelism, states want every sequence whole.
+        # Transformer Engine's, context-parallel and linear attention need every sequence whole.
         can_share = self.ranks.context == 1 and this_machine().transformer_engine is None
         can_share = can_share and self.arch.linear is None
         rank_tokens = token_multiple(self.precision)
@@ -289,8 +289,8 @@ class MegatronPolicy:
 
     @property
     def gathered_bytes_sent(self) -> int:
-        """See protocols.WholeWeightSource. Every rank that needs a shard counts once, whatever way
-        the collectives take."""
+        """See protocols.WholeWeightSource. Every rank that needs a shard counts once, however the
+        collectives route it."""
         return self.view.gather.bytes_sent
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -308,8 +308,8 @@ class MegatronPolicy:
         return self.view.weight(key)
 
     def wait_for_param_gather(self) -> None:
-        """Collective: finishes an overlapped gathering of parameters. Called before the weights are
-        read, which must not be away."""
+        """Collective: finishes an overlapped gathering of parameters. Called before the weights,
+        which must not be offloaded, are read."""
         self._offload.require("weights")
         self.view.forget()
         if self.parallel.overlap_param_gather:

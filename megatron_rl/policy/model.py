@@ -35,11 +35,11 @@ class HiddenStates(GPTModel):
     They are ``[tokens, 1, hidden]``. The output layer keeps its weight but is not applied: logprobs
     need logits of response tokens alone, a chunk at a time.
 
-    megatron-core 0.19 gives GPTModel corrections alone, and new architectures to HybridModel, whose
-    layers are one sub-block each (a pattern of ``*``, ``-``, ``E``, ``G``). No other module names
-    GPTModel. A move would take names and keys of checkpoints by sub-block (megatron reads those of
+    megatron-core 0.19 only fixes GPTModel and adds new architectures to HybridModel, whose layers
+    are one sub-block each (a pattern of ``*``, ``-``, ``E``, ``G``). No other module names
+    GPTModel. A move would need names and keys of checkpoints by sub-block (megatron reads those of
     a GPT into it), rotary positions of images, which HybridModel lacks, and a ``forward`` of our
-    own, for the one there is one piece without a method before or after the layers.
+    own, since HybridModel's has no methods to override before and after the layers.
     """
 
     embedding_scale = 1.0
@@ -140,10 +140,10 @@ def recomputation(
 
 
 def expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """Of a model with experts.
+    """megatron's fields for a model with experts.
 
     Raises:
-        ValueError: what gloo cannot do.
+        ValueError: gloo cannot run this layout.
     """
     fields: dict[str, Any] = dict(
         num_moe_experts=arch.num_experts,
@@ -242,7 +242,7 @@ def transformer_config(
 
 
 def window_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """Of a model with windows: how many tokens before itself a query sees, and in which layers.
+    """megatron's fields for windows: how many tokens before itself a query sees, in which layers.
 
     Raises:
         ValueError: context ranks share sequences in layers of Transformer Engine.
@@ -257,8 +257,8 @@ def window_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any
 
 
 def latent_fields(arch: Architecture) -> dict[str, Any]:
-    """Of a model with latent attention. megatron's plain angles, in which YaRN's frequencies take
-    the place of its own, and YaRN's factor of the scores: 1 where ``rotary_factor`` is."""
+    """megatron's fields for latent attention: its plain angles, whose frequencies are replaced by
+    YaRN's later, and YaRN's factor of the scores, 1 where ``rotary_factor`` is 1."""
     assert arch.latent is not None
     return dict(
         q_lora_rank=arch.latent.query_rank,
@@ -283,8 +283,8 @@ def keep_biases(model: torch.nn.Module) -> None:
 
 
 def set_frequencies(angles: Any, arch: Architecture, hf: Any) -> None:
-    """Scaled frequencies in the place of megatron's plain ones; behind them those of the layers
-    with windows, where they are others: see ``TwoBasesAttention``."""
+    """Sets scaled frequencies in place of megatron's plain ones, followed by those of the layers
+    with windows where these differ: see ``TwoBasesAttention``."""
     if arch.rope_type != "default":
         rope = ROPE_INIT_FUNCTIONS[arch.rope_type]
         kind = None if arch.local_rope_theta is None else "full_attention"

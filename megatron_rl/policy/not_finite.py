@@ -14,7 +14,7 @@ SHOWN = 4
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[int]:
-    """Places of those of ``tensors`` that hold NaN or infinity.
+    """Indices of those ``tensors`` that hold NaN or infinity.
 
     One pass over each, without a copy, and one wait for the device.
     """
@@ -32,7 +32,7 @@ def check_weights(
     step: int,
     learning_rate: float | None,
 ) -> None:
-    """Collective: moves one number a rank while all is well.
+    """Collective: exchanges one number per rank while all weights are finite.
 
     Args:
         named: this rank's parameters, with the names of the HF tensors in them.

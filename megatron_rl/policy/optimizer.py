@@ -38,8 +38,8 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
 
 
 def rate_of_run(step: int, optim: OptimConfig, settings: PolicySettings) -> float:
-    """Rate of optimizer step ``step`` (from 0) of a run whose first ones may be a warm start: these
-    and the others are two schedules, one behind the other."""
+    """Rate of optimizer step ``step`` (from 0) of a run whose first steps may be a warm start:
+    these and the others have two schedules, one after the other."""
     first = settings.warm_start_steps
     if step >= first:
         return learning_rate(step - first, optim, settings.total_optimizer_steps - first)

@@ -67,7 +67,7 @@ class Reference:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the parameters have the starting weights. Gradients are zero after it."""
+        """Context in which parameters have the starting weights. Gradients are zero after it."""
         own: list[tuple[Tensor, Tensor]] = []
         try:
             for frozen in self._frozen:
@@ -106,7 +106,7 @@ class Reference:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Takes the weights as they are now for the starting ones. Gradients are zero after it."""
+        """Makes the current weights the starting ones. Gradients are zero after it."""
         for frozen in self._frozen:
             for item, values in frozen.views(frozen.device_bytes):
                 values.copy_(item.tensor)

@@ -23,8 +23,8 @@ class PolicySettings:
     # Weights of the model directory; False: nothing is defined, the reference included, until
     # ``load`` has read a checkpoint.
     read_weights: bool = True
-    # The first optimizer steps pass through the schedule of the learning rate for themselves, up to
-    # this peak; None: that of the others.
+    # The first optimizer steps have a learning-rate schedule of their own, with this peak; None:
+    # the peak of the other steps.
     warm_start_steps: int = 0
     warm_start_rate: float | None = None
     # Of a vision-language model, where prompts have images.

@@ -56,8 +56,8 @@ class Microbatch:
     follow the end of a shared prompt), ``index[i]`` that token's place in the response-token layout
     of the batch (on the host, unlike the others). ``temperatures[i]`` divides the logits of that
     token; None: all have the policy's. ``kept[i]``, ``likely[i]``: see ``logprobs.Head``.
-    ``places``: of the t tokens among those of the batch, -1 of padding, ``in_response``: which of
-    them belong to responses, both on the host; ``experts``: as there. An empty micro-batch holds
+    ``places``: index of the t tokens in the batch, -1 for padding; ``in_response``: which of them
+    belong to responses; both on the host. ``experts``: as in the batch. An empty micro-batch holds
     one dummy sequence and no rows.
     """
 
@@ -102,8 +102,8 @@ def borrowed_prompts(
 def prompt_owners(
     batch: SequenceBatch, microbatches: Sequence[Sequence[int]], share: bool
 ) -> Int[Tensor, " sequences"]:
-    """The row of ``batch`` that packs the prompt of each row; its own where no micro-batch has
-    it."""
+    """The row of ``batch`` that packs the prompt of each row; the row itself where no micro-batch
+    has it."""
     owner = torch.arange(batch.num_responses)
     for rows in microbatches:
         chosen = torch.tensor(list(rows), dtype=torch.long)
@@ -177,7 +177,7 @@ class Packer:
     context: int
     device: torch.device
     share: bool = False
-    vision: VisionBatcher | None = None  # of a vision-language model
+    vision: VisionBatcher | None = None  # for a vision-language model
 
     def __post_init__(self) -> None:
         assert not (self.share and self.context > 1), (
@@ -204,12 +204,12 @@ class Packer:
         layout = self._own(everywhere, padded)
         packing = self._packing(sequences, layout, padded)
         if self.vision is not None:
-            self._look(packing, sequences, padded, everywhere, layout)
+            self._add_images(packing, sequences, padded, everywhere, layout)
         state_rows, targets, index = (torch.zeros(0, dtype=torch.long),) * 3
         if rows:
             state_rows, targets, index = _predictions(sequences, layout, prompts)
         places = _places(sequences, layout)
-        # Those of padding, and of the dummy sequence, become 0.
+        # Ids of padding, and of the dummy sequence, are 0.
         token_ids = _chosen(sequences.batch.token_ids, places, 0)
         if not rows:
             places = torch.full_like(places, -1)
@@ -235,8 +235,8 @@ class Packer:
     def _of_responses(
         self, values: Tensor | None, index: Tensor, of_prompts: float
     ) -> Tensor | None:
-        """``values`` of response tokens, by ``Microbatch.index``; that of a prompt token is after
-        those of responses."""
+        """``values`` of the response tokens ``index``; prompt tokens, whose indices come after
+        those of responses, get ``of_prompts``."""
         if values is None:
             return None
         is_prompt = index >= len(values)
@@ -253,7 +253,7 @@ class Packer:
         own = (chunk == self.context_rank) | (chunk == 2 * self.context - 1 - self.context_rank)
         return _Layout(layout.sequence[own], layout.position[own], layout.starts)
 
-    def _look(
+    def _add_images(
         self,
         packing: Packing,
         sequences: _PackedRows,
@@ -313,7 +313,7 @@ def _layout(sequences: _PackedRows, padded: Tensor) -> _Layout:
 
 
 def _places(sequences: _PackedRows, layout: _Layout) -> Tensor:
-    """Of the packed tokens among those of the batch, -1 for padding."""
+    """Indices of the packed tokens among those of the batch, -1 for padding."""
     places = sequences.batch.offsets[sequences.chosen][layout.sequence] + layout.position
     return torch.where(layout.position < sequences.lengths[layout.sequence], places, -1)
 
@@ -368,8 +368,8 @@ def prompt_places(
 ) -> Int[Tensor, " prompt_tokens"]:
     """The index of the prediction of each prompt token of ``batch``, row after row.
 
-    Those of prompts follow those of all response tokens. A prompt is predicted with the first of
-    the neighbors in its micro-batch that have it; the first token of a prompt is nowhere.
+    Predictions of prompts follow those of all response tokens. A prompt that neighbors in a
+    micro-batch share is predicted with the first of them; its first token is not predicted.
     """
     owner = prompt_owners(batch, microbatches, share=True)
     row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.prompt_lengths)

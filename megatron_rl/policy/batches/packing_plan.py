@@ -22,7 +22,7 @@ _SORT_FROM_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class PlanRule:
-    """What plans keep to, equal on every process."""
+    """The constraints of plans, equal on every process."""
 
     data_parallel_size: int
     tokens_per_microbatch: int  # the budget: most tokens (prompt + response) of one micro-batch
@@ -194,7 +194,7 @@ def _merged(first: list, second: list, num_bins: int) -> list:
 def _best_fit_decreasing(items: list[Item], budget: int) -> list[Bin]:
     """Items, largest first, each into the fullest bin that still has room for it."""
     bins: list[Bin] = []
-    # Free tokens, ascending, and whose they are.
+    # Free tokens of bins, ascending, and which bins these are.
     free: list[int] = []
     owners: list[int] = []
     for tokens, row in items:

@@ -80,7 +80,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedAdd(torch.nn.Module):
-    """In the place of megatron's addition of what a part of a layer returns: with a norm before."""
+    """Replaces megatron's residual addition: the output of a part of a layer is normed first."""
 
     def __init__(self, norm: Any, config: Any) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class AttentionCall:
 
 
 def positions(boundaries: Tensor, num_tokens: int) -> Tensor:
-    """Of packed tokens in their sequences. Example: boundaries 0, 2, 5 are 0, 1, 0, 1, 2."""
+    """Positions of packed tokens in their sequences: 0, 1, 0, 1, 2 for boundaries 0, 2, 5."""
     tokens = torch.arange(num_tokens, device=boundaries.device)
     return tokens - boundaries[torch.bucketize(tokens, boundaries[1:], right=True)]
 
@@ -168,7 +168,7 @@ class Packing(PackedSeqParams):
         return group(self.lengths, shared, owner, self.cu_seqlens_q.device)
 
     def masks(self, window: int | None) -> list[Tensor | None]:
-        """Of each group, made for the first layer with this ``window``: see ``within``."""
+        """Masks of the groups, made for the first layer with this ``window``: see ``within``."""
         if window not in self.window_masks:
             self.window_masks[window] = [call.within(window) for call in self.groups[0]]
         return self.window_masks[window]

@@ -29,8 +29,8 @@ class ClampedGlu(torch.nn.Module):
 
 
 def bias_fields() -> dict[str, Any]:
-    """megatron's configuration of such a model. A place for an activation of Transformer Engine is
-    where ``ClampedGlu`` goes, see ``set_experts``."""
+    """megatron's fields for such a model. ``ClampedGlu`` goes where megatron would put an
+    activation of Transformer Engine, see ``set_experts``."""
     return dict(
         add_bias_linear=True,
         softmax_type="learnable",
@@ -71,9 +71,9 @@ def with_sinks(
     """Arguments of attention ``[sequences, tokens, heads, head_dim]`` in which each query sees one
     more key, the first one, whose score is the sink of its head and whose value is 0.
 
-    Two more numbers of a head make that score: the sink in the query, and in that key ``1 / scale``
-    and what rounding has taken from it. Without a mask the first query is new too, so that causal
-    attention stays what it was.
+    Two more dimensions of a head make that score: in a query both hold the sink, in that key they
+    hold ``1 / scale`` and its rounding error. Without a mask a query is added in front too, so that
+    causal attention stays what it was.
     """
     wanted = torch.tensor(1.0 / scale, dtype=torch.float64)
     rounded = wanted.to(key.dtype)

@@ -1,6 +1,6 @@
 """How many tokens each expert gets in an update, and what makes that even: losses of routers, and
-steps of their biases. All are of response tokens: those of prompts are computed once or for every
-response, and a response once in every layout and cut into micro-batches."""
+steps of their biases. All count response tokens only: prompts are computed once or for every
+response, but a response is computed once in every layout and cut into micro-batches."""
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,8 @@ class ExpertLoad:
         self.counts[layer].scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
 
     def total(self) -> Float[Tensor, "layers experts"]:
-        """Collective: over all ranks, each of which has counted its own tokens and layers. Losses
-        are of these from now on."""
+        """Collective: the sum over all ranks, each of which has counted its own tokens and layers.
+        Losses use these counts from now on."""
         self._load = self.counts.clone()
         dist.all_reduce(self._load)
         return self._load

@@ -65,8 +65,8 @@ def sequence_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
 
 
 def sequence_gather(ranks: Ranks, num_places: int) -> Callable[[Tensor], Tensor]:
-    """See ``passes.TokenView``. ``num_places``: columns that no rank exceeds, so that nobody has to
-    ask how many the others have."""
+    """See ``passes.TokenView``. ``num_places``: columns that no rank exceeds, so that ranks need
+    not tell each other how many they have."""
     if ranks.context == 1:
         return lambda columns: columns
 
@@ -81,7 +81,7 @@ def sequence_gather(ranks: Ranks, num_places: int) -> Callable[[Tensor], Tensor]
 
 
 def all_outputs(one: Outputs, other: Outputs) -> Outputs:
-    """Those of both, each once; with gradient where one of them wants it."""
+    """The outputs of both, each once; with gradient where one of them asks for it."""
     found: dict[str, Output] = {}
     for output in (*one, *other):
         earlier = found.get(output.name, output)
@@ -194,7 +194,7 @@ class Passes:
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
         last stage)."""
-        length = 0  # without a pipeline megatron does not ask, and none need be packed for it
+        length = 0  # without a pipeline megatron does not use it: nothing is packed to know it
         if self.ranks.pipeline > 1:
             lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
             assert self.chunks[0].config.variable_seq_lengths or len(lengths) == 1, (
@@ -272,7 +272,7 @@ class Passes:
             position_ids=microbatch.position_ids,
             attention_mask=None,
             packed_seq_params=microbatch.packing,
-            # Float16Module would give float32, which only the few states that are used become.
+            # Float16Module would convert all states to float32; only the few used ones need it.
             **({"fp32_output": False} if chunk.config.bf16 else {}),
         )
         self.routing.end(chunk, microbatch)

@@ -21,10 +21,10 @@ class Head:
     group: dist.ProcessGroup | None
     entropy: Entropy = "none"
     top_k: int = 0  # how many of the most likely tokens are wanted; 0: none
-    # The only ids that have a probability, -1 in free places, in the place of each token; a row of
-    # -1 keeps the whole vocabulary, as None does for all.
+    # The only ids with a probability at each token, -1 in unused slots; a row of -1 keeps the whole
+    # vocabulary, as None does for all tokens.
     kept: Int[Tensor, "t num_kept"] | None = None
-    # Ids whose logprobs are wanted, -1 in free places; with them ``top_k`` finds none.
+    # Ids whose logprobs are wanted, -1 in unused slots; with them ``top_k`` is not used.
     likely: Int[Tensor, "t num_likely"] | None = None
 
     @property

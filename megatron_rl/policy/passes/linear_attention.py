@@ -18,10 +18,10 @@ CHUNK = 64  # tokens
 
 
 def linear_fields(linear: LinearAttention) -> dict[str, Any]:
-    """megatron's configuration of such a model.
+    """megatron's fields for such a model.
 
     Raises:
-        ValueError: kernels that are not deterministic are to be.
+        ValueError: the run is to be deterministic, which the kernels are not.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic and HAS_KERNELS:
@@ -61,7 +61,7 @@ class DeltaNorm(RMSNorm):
 
 
 class DeltaNet(GatedDeltaNet):
-    """megatron's, whose rates of decay are those of float32 in every format of parameters."""
+    """megatron's gated delta net, with decay rates in float32 whatever the parameters' format."""
 
     def _compute_g_and_beta(self, rate: Tensor, bias: Tensor, *inputs: Tensor) -> Any:
         return super()._compute_g_and_beta(rate.float(), bias.float(), *inputs)

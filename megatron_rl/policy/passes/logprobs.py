@@ -107,7 +107,7 @@ class _Logprobs(torch.autograd.Function):
         fixed = [is_argmax]
         fixed += [] if head.entropy == "grad" else [entropies]
         fixed += [] if head.num_wanted else [topk]
-        ctx.mark_non_differentiable(*fixed)  # the last call counts alone
+        ctx.mark_non_differentiable(*fixed)  # in one call: only the last one counts
         return logprobs, entropies, topk, is_argmax
 
     @staticmethod
@@ -170,7 +170,7 @@ class Chunks:
         return x.to(self.hidden.dtype if x.is_cuda else self.dtype)
 
     def zeros_like(self, x: Tensor) -> Tensor:
-        """Of the shape of ``x``, in the format of sums."""
+        """Zeros of the shape of ``x``, in the format of sums."""
         return torch.zeros(x.shape, dtype=self.dtype, device=x.device)
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ class Chunks:
             yield rows, x
 
     def _truncate_(self, rows: slice, x: Tensor) -> None:
-        """Takes the probability of all tokens but ``head.kept``."""
+        """Gives probability 0 to all tokens but ``head.kept``, in place."""
         if self.head.kept is None or not self.width:
             return
         kept = self.head.kept[rows]
@@ -208,8 +208,8 @@ class Chunks:
 
 
 class Gradients:
-    """Those of hidden states and output weight, from the gradients of logits, chunk by chunk;
-    ``wanted`` says for each whether there is one.
+    """Gradients of hidden states and output weight, from those of logits, chunk by chunk;
+    ``wanted`` says for each whether it is computed.
 
     A weight with a ``main_grad`` in the format of sums, which megatron gives to what it trains, has
     its gradient added there: it is never rounded to 16 bits, and needs no sum of its own.
@@ -229,7 +229,7 @@ class Gradients:
             self._weight = main_grad if self._in_main else chunks.zeros_like(weight)
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """Of one chunk."""
+        """Adds the gradients of one chunk."""
         factor = self._chunks.operand(grad_logits)
         if self._hidden is not None:
             multiply(factor, self._chunks.weight, out=self._hidden[rows])
@@ -239,11 +239,11 @@ class Gradients:
             multiply(factor.t(), states, out=own_rows, accumulate=True)
 
     def whole(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
-        """Collective. Of the hidden states summed over the vocabulary of all ranks; each in the
-        format of its input."""
+        """Collective. Both gradients, each in the format of its input; that of the hidden states
+        summed over the vocabulary of all ranks."""
         hidden = self._hidden
         weight = self._weight
-        self._hidden = None  # sums are large: each is gone when its copy is there
+        self._hidden = None  # sums are large: each is freed once it is copied
         self._weight = None
         if hidden is not None:
             if group is not None and hidden.shape[0]:

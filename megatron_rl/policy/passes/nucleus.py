@@ -73,7 +73,7 @@ class _NucleusEntropy(torch.autograd.Function):
 
 
 def _largest(x: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Over the columns of all ranks; a rank may have none."""
+    """The largest x over the columns of all ranks; a rank may have none."""
     out.fill_(torch.finfo(x.dtype).min)
     if x.shape[1]:
         torch.amax(x, 1, out=out)

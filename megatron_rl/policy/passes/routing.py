@@ -47,7 +47,7 @@ class ReplayedRouter:
         self._waiting: list[tuple[Tensor | None, Tensor | None]] = []
 
     def begin(self, given: Tensor | None, counted: Tensor | None, *, backward: bool) -> None:
-        """Before the forward of a micro-batch."""
+        """Called before the forward of a micro-batch."""
         self.given = given
         self.counted = counted
         if backward and self._runs_again:
@@ -59,8 +59,8 @@ class ReplayedRouter:
         self._waiting.clear()
 
     def take_logits(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """In the place of megatron's z-loss, which a router begins with: its logits ``[tokens,
-        experts]``, whose backward adds that of its losses."""
+        """Replaces megatron's z-loss, which a router begins with: returns its logits ``[tokens,
+        experts]``, whose backward adds the gradient of its losses."""
         if not torch.is_grad_enabled():
             return logits
         if self._runs_again and self._waiting:
@@ -150,7 +150,7 @@ class Routing:
             self._routers[chunk] = [router.router_replay for router in found]
 
     def begin(self, chunk: torch.nn.Module, microbatch: Microbatch, *, backward: bool) -> None:
-        """Before ``microbatch`` goes through ``chunk``."""
+        """Called before ``microbatch`` goes through ``chunk``."""
         counted = None
         if self._counts and self._routers:
             counted = to_device(self._own(microbatch.in_response), microbatch.token_ids.device)
@@ -188,8 +188,8 @@ class Routing:
 
     @contextmanager
     def in_pass(self, *, counts: bool) -> Iterator[None]:
-        """Around all micro-batches of a pass: nothing is left of them, also after an error.
-        ``counts``: the load of experts."""
+        """Context of all micro-batches of a pass; clears what they leave, also after an error.
+        ``counts``: counts the load of experts."""
         self._counts = counts
         if counts and self.load is not None:
             self.load.counts.zero_()
@@ -202,7 +202,7 @@ class Routing:
 
     @contextmanager
     def recording(self, batch: SequenceBatch, device: torch.device) -> Iterator[ExpertRecord]:
-        """Inside, passes over ``batch`` write what their routers choose.
+        """Context in which passes over ``batch`` record what their routers choose.
 
         Raises:
             ValueError: the model has no experts.
@@ -216,7 +216,7 @@ class Routing:
             self._record = None
 
     def _own(self, values: Tensor) -> Tensor:
-        """Those of the tokens that this tensor rank's routers see."""
+        """``values`` of the tokens that this tensor rank's routers see."""
         if not self._is_cut:
             return values
         return values.chunk(self._ranks.tensor)[self._ranks.tensor_rank]

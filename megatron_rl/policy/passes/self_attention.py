@@ -18,11 +18,11 @@ from torch import Tensor
 
 
 class TwoBasesAttention(SelfAttention):
-    """Of a model whose angles in layers with windows are plain, with a base of their own.
+    """For a model whose layers with windows have plain angles, with a base of their own.
 
-    Angles of a token are those of the other base and those of this one, and both once more:
-    megatron repeats the frequencies that it is given. ``window_scale``: of scores in layers with
-    windows.
+    The angles of a token are those of the full layers, then those of layers with windows, and both
+    once more: megatron repeats the frequencies that it is given. ``window_scale``: factor of the
+    scores in layers with windows.
     """
 
     def __init__(self, config: Any, *arguments: Any, window_scale: float, **rest: Any) -> None:
@@ -74,8 +74,8 @@ class HeadsNorm(torch.nn.Module):
 
 
 class NormedHeadsAttention(SelfAttention):
-    """With ``HeadsNorm`` on queries and keys. megatron sums gradients of what it calls
-    q_layernorm and k_layernorm over tensor ranks, which these are not: they have other names."""
+    """With ``HeadsNorm`` on queries and keys. megatron sums the gradients of q_layernorm and
+    k_layernorm over tensor ranks, which would be wrong here: these norms have other names."""
 
     def __init__(self, config: Any, *arguments: Any, **rest: Any) -> None:
         super().__init__(config, *arguments, **rest)
@@ -89,4 +89,4 @@ class NormedHeadsAttention(SelfAttention):
 
 
 class NormedTwoBasesAttention(NormedHeadsAttention, TwoBasesAttention):
-    """Both (OLMo 3)."""
+    """Both of them (OLMo 3)."""

@@ -163,7 +163,7 @@ class ImageAngles(MultimodalRotaryEmbedding):
     def forward(
         self, position_ids: Tensor, mrope_section: Any, cp_group: Any = None
     ) -> Float[Tensor, "tokens 1 1 angles"]:
-        """Of ``[3, 1, tokens]`` on all context ranks: attention takes its own of each sequence."""
+        """Angles of all context ranks' tokens: attention takes this rank's of each sequence."""
         of_angles = position_ids[:, 0].to(self.inv_freq.dtype).index_select(0, self.axes).t()
         angles = of_angles * self.inv_freq
         return torch.cat((angles, angles), -1)[:, None, None]

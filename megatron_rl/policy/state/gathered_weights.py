@@ -48,7 +48,7 @@ class Unit:
     # Name of each HF tensor, and the shards that together fill it. Their offsets count in the flat
     # ``[members, numel]`` of all members.
     tensors: dict[str, list[Shard]]
-    dtype: torch.dtype | None = None  # of the numbers; None: that of the others of the model
+    dtype: torch.dtype | None = None  # of the numbers; None: that of the model's other units
 
 
 class Gather:

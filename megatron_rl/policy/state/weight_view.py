@@ -55,7 +55,7 @@ class WeightView:
             self.gather_saved = Gather(of_adapters, arch, ranks, vocab_rows)
 
     def forget(self) -> None:
-        """What was merged is out of date."""
+        """Drops the merged weight, which is out of date."""
         self._merged = {}
 
     def weight(self, key: str) -> Tensor:
