@@ -15,17 +15,17 @@ What holds whatever a hook does:
 - A hook's own state is in no checkpoint: what it decides must follow from its arguments for a
   resumed run to be equal.
 
-Sampling hooks: which prompts a step asks the engine again, and at which temperature.
+Sampling hooks: which responses a step requests in addition, and at which temperatures it samples.
 What holds whatever a hook does:
 
-- Every rank calls it with the same scored groups, in canonical order, behind dynamic sampling and
+- Every rank calls it with the same scored groups, in canonical order, after dynamic sampling and
   before the rollout hooks that are functions. It decides from its arguments and its state alone, so
   that no message is needed and ranks agree. Groups that dynamic sampling refused are no part of the
   step: it is told their scores by ``observe``.
 - Its state belongs to the checkpoint.
-- Hooks run in the order of the configuration, each on what the one before left. One that asks is
-  called again with the answers, until it asks no more.
-- What is asked is sampled by the newest weights. Evaluation is not hooked.
+- Hooks run in the order of the configuration, each on what the one before left. One that requests
+  responses is called again when they have joined, until it requests no more.
+- Requests are sampled with the newest weights. Evaluation is not hooked.
 - One that gives responses, those that it remembers or those that prompts bring along, gives them
   as demonstrations: the method of the run has to read which rows those are.
 - A prompt's temperature is that of the hooks when its weights were published: a server that is
@@ -48,14 +48,14 @@ class HookChoice(NamedTuple):
     """A hook under a name of the configuration.
 
     Attributes:
-        make: a function of the user, or what gives a ``SamplingHook`` of its knobs.
-        resamples: it is the latter.
+        make: a function of the user, or what makes a ``SamplingHook`` from its knobs.
+        resamples: ``make`` is the latter.
         changes_temperature: some responses are sampled at another one than the policy is trained
             at, so that a run needs importance weights.
-        remembers: it is told the right responses of a step, and gives some to later ones.
-        on_demand: what prompts bring along is not given to their groups, but put aside for it
-            (``Prompt.extra``, ``types.GUIDES``).
-        for_unsolved: it works on groups without a right response, which dynamic sampling refuses.
+        remembers: it is told the correct responses of a step, and gives some to later steps.
+        on_demand: responses that prompts bring along do not join their groups, but are set aside
+            for the hook (``Prompt.extra``, ``types.GUIDES``).
+        for_unsolved: it works on groups without a correct response, which dynamic sampling refuses.
     """
 
     make: Callable[..., Any]
@@ -135,10 +135,10 @@ class ScoredGroup(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """``num_responses`` more are wanted to ``prompt``. They join the group ``into`` (its number
-    among those that the hook was given); None: they are a group of their own, behind all others.
-    The first of them are ``given``, which are not sampled. When they have joined, ``replaces`` of
-    the last judged ones that the group had leave."""
+    """Requests ``num_responses`` more responses to ``prompt``. They join the group ``into`` (its
+    number among those that the hook was given); None: they are a new group, after all others. The
+    first of them are ``given``, which are not sampled. When they have joined, the last ``replaces``
+    judged responses that the group had before leave."""
 
     prompt: Prompt
     num_responses: int
@@ -149,8 +149,8 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True)
 class Resample:
-    """What a hook wants; ``keep``: a flag for each group, None for all. Groups are dropped after
-    the answers have joined them.
+    """What a hook requests; ``keep``: a flag for each group; None: all stay. Groups are dropped
+    after the new responses have joined them.
 
     Example: two more responses to the first of two groups, and the second leaves:
     ``Resample(asks=[Ask(groups[0].prompt, 2, into=0)], keep=[True, False])``.
@@ -165,22 +165,22 @@ class SamplingHook:
     """See the head of this file; all but ``resample`` have a default."""
 
     def __init__(self) -> None:
-        """One without settings."""
+        """A hook without settings."""
 
     def temperature(self, prompt: Prompt, plain: float) -> float:
-        """At which a prompt is sampled in the first place; ``plain``: without this hook."""
+        """Temperature at which a prompt is first sampled; ``plain``: without this hook."""
         return plain
 
     def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
-        """Groups of the step that dynamic sampling refused, before ``resample``."""
+        """Called before ``resample`` with the groups of the step that dynamic sampling refused."""
 
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
-        """``turn``: 0, then one more for each time that it has asked."""
+        """``turn``: how many times the hook has requested responses in this step."""
         raise NotImplementedError
 
     def remember(self, found: Sequence[tuple[Prompt, Completion]]) -> None:
-        """The right responses that were sampled in the step, once it asks no more, in the form of
-        ``Ask.given``; only where a hook defines it."""
+        """Called once the hook requests no more, with the correct responses that were sampled in
+        the step, in the form of ``Ask.given``; only where a hook defines it."""
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""

@@ -1,5 +1,5 @@
-"""Sampling hooks that train again on right responses of earlier steps: ar3po, exgrpo. What of them
-no public source pins is said in ``examples/plugins/sampling_hooks.md``."""
+"""Sampling hooks that train again on correct responses of earlier steps: ar3po, exgrpo. What no
+public source specifies of them is in ``examples/plugins/sampling_hooks.md``."""
 
 import math
 from collections import defaultdict
@@ -21,8 +21,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(kw_only=True)
 class Replay(SamplingHook):
-    """Of each prompt the ``per_prompt`` latest right responses, no two alike, by its uid; on every
-    rank, 8 bytes a token."""
+    """Keeps the latest ``per_prompt`` correct responses of each prompt, no two alike, by its uid;
+    on every rank, 8 bytes per token."""
 
     per_prompt: Count = 8
     known: dict[str, list[Completion]] = field(default_factory=dict, init=False)
@@ -53,9 +53,9 @@ class Replay(SamplingHook):
 @register_sampling_hook("ar3po", for_unsolved=True)
 @dataclass(kw_only=True)
 class Ar3po(Replay):
-    """Prompts without a right response are asked again, for as many as in the first stage, until
-    there were ``stages``; one that has none then gets a right response of an earlier step, any of
-    those that are known, in the place of a wrong one. Source: arXiv 2509.25808."""
+    """Prompts without a correct response are sampled again, as many responses as in the first
+    stage, for at most ``stages`` stages in all; a prompt still without one gets a correct response
+    of an earlier step, any known one, in place of a wrong one. Source: arXiv 2509.25808."""
 
     stages: Count = 2
 
@@ -64,7 +64,7 @@ class Ar3po(Replay):
             return Resample()
         unsolved = {at: group for at, group in enumerate(groups) if not group.num_correct}
         if unsolved and turn + 1 < self.stages:
-            # A group that was asked ``turn`` times has turn + 1 times the responses of a stage.
+            # After ``turn`` more stages a group has turn + 1 times the responses of a stage.
             sizes = {at: group.num_responses // (turn + 1) for at, group in unsolved.items()}
             return Resample([Ask(groups[at].prompt, size, at) for at, size in sizes.items()])
         asks = []
@@ -85,17 +85,17 @@ class Ar3po(Replay):
 @register_sampling_hook("exgrpo")
 @dataclass(kw_only=True)
 class Exgrpo(Replay):
-    """Beside the prompts of a step, earlier ones that were sometimes right are asked for a response
-    less than a group has; what is known of them is given to the group, and the method keeps one
-    (``filters.demonstrations``). They are drawn by how often they were right, half of a group
-    rather than all; one that was always right is not drawn again.
+    """Beside the prompts of a step, earlier ones that were sometimes solved are sampled again, one
+    response less than a group has; their known correct responses join the group, and the method
+    keeps one (``filters.demonstrations``). They are drawn by how many responses were correct, half
+    of a group rather than all; a prompt that was always solved is not drawn again.
     Source: arXiv 2510.02245, its released code."""
 
-    share: Share = 0.5  # of the groups of a step, those that are asked again
-    start: Share = 0.35  # it begins after a step with a larger share of right responses
-    deviation: PositiveFloat = 1.0  # responses; of the normal weights around half of a group
+    share: Share = 0.5  # of the groups of a step, those that are drawn again
+    start: Share = 0.35  # it begins after a step with a larger share of correct responses
+    deviation: PositiveFloat = 1.0  # in responses, of the normal weights around half of a group
     begun: bool = field(default=False, init=False)
-    num_right: dict[str, int] = field(default_factory=dict, init=False)  # when it last was some
+    num_right: dict[str, int] = field(default_factory=dict, init=False)  # the last one above 0
     retired: set[str] = field(default_factory=set, init=False)
     prompts: dict[str, Prompt] = field(default_factory=dict, init=False)
     _asks: Sequence[Ask] = field(default=(), init=False)
@@ -109,7 +109,7 @@ class Exgrpo(Replay):
             self._asks = [Ask(prompt, len(of) + size - 1, given=of) for prompt, of in known]
             if self._asks:
                 return Resample(self._asks)
-        # Of what was given to a group one counts.
+        # Of the responses that were given to a group one counts.
         spare = [0] * (len(groups) - len(self._asks)) + [len(ask.given) - 1 for ask in self._asks]
         for group, more in zip(groups, spare, strict=True):
             uid = first_uid(group.prompt.uid)
@@ -129,8 +129,8 @@ class Exgrpo(Replay):
         return Resample(metrics=metrics)
 
     def draw(self, step: int, size: int, most: int, here: set[str]) -> list[str]:
-        """Up to ``most`` prompts that are not ``here``, none twice: first how often it was right,
-        by the normal weights of these numbers, then any of them. The same on every rank."""
+        """Draws up to ``most`` prompts that are not ``here``, none twice: first a number of correct
+        responses, by normal weights, then any prompt that had it. The same on every rank."""
         random = Random(step)
         by_right: dict[int, list[str]] = defaultdict(list)
         for uid in sorted(self.known.keys() - here):
@@ -138,7 +138,7 @@ class Exgrpo(Replay):
         drawn: list[str] = []
         while by_right and len(drawn) < most:
             squares = [((num - size / 2) / self.deviation) ** 2 for num in by_right]
-            # Less the smallest, which leaves the ratios: all might be 0.
+            # Less the smallest square, which keeps the ratios: else all weights might be 0.
             weights = [math.exp((min(squares) - square) / 2) for square in squares]
             (num,) = random.choices(list(by_right), weights)
             drawn.append(by_right[num].pop(random.randrange(len(by_right[num]))))

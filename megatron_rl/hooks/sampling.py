@@ -1,6 +1,6 @@
 """The sampling hooks of the package: vcrl, dars, erpo, ghpo, ampo.
 
-``examples/plugins/sampling_hooks.md`` says what of them no public source pins.
+``examples/plugins/sampling_hooks.md`` says what no public source specifies of them.
 """
 
 import math
@@ -151,7 +151,7 @@ class Erpo(SamplingHook):
 
     increase: Temperature = 0.1
     highest: Temperature = 1.5
-    # In a row that were all right, by uid.
+    # By uid: how many visits in a row had correct responses only.
     visits: dict[str, int] = field(default_factory=dict, init=False)
     _refused: Sequence[ScoredGroup] = field(default=(), init=False)
 
@@ -204,15 +204,15 @@ class Ampo(SamplingHook):
         return Resample(asks, metrics=metrics)
 
 
-HINT = "hint_ratio"  # of a prompt's extra: how much of its solution it shows
+HINT = "hint_ratio"  # key in ``Prompt.extra``: how much of its solution the prompt shows
 
 
 @register_sampling_hook("ghpo", for_unsolved=True)
 @dataclass(kw_only=True)
 class Ghpo(SamplingHook):
-    """A group that is all wrong leaves the step for a new one, of the prompt with a part of its
-    solution, and that for one of the next larger part, until a response is right or there is no
-    more of it: the last group stays, all wrong. Source: arXiv 2507.10628, its released code."""
+    """A group that is all wrong is replaced by a new one, of the prompt with a part of its
+    solution, and that by one with the next larger part, until a response is correct. The group with
+    the largest part stays also when all wrong. Source: arXiv 2507.10628, its released code."""
 
     from_step: Count = 1
 
@@ -234,7 +234,7 @@ class Ghpo(SamplingHook):
 
 
 def with_next_hint(prompt: Prompt) -> Prompt:
-    """The next of its forms, under a uid of its own, with those that follow it.
+    """The next hinted form of a prompt, under a uid of its own, with the forms that follow it.
 
     Example: of ``a`` the ones with 0.25 and 0.5 are ``a+0.25`` and, of that, ``a+0.5``.
     """

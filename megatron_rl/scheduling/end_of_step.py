@@ -58,7 +58,7 @@ class StepRules:
         return self.groups_in_flight is not None
 
     def version_of(self, step: int) -> int:
-        """Of the weights that sample for ``step``, counted from 0 in updates."""
+        """Version, counted from 0 in updates, of the weights that sample for ``step``."""
         return max(0, step - self.staleness)
 
 
@@ -71,9 +71,9 @@ class StepGroups:
         groups: Those that are trained, in prompt order.
         refused: Those that dynamic sampling refused in it, in prompt order.
         end: The first group that a later step may take.
-        limits: Tokens that a response of a group may keep of this step, by group; of a group that
-            is not named here: all.
-        level: The most of these; None: there are none.
+        limits: By group, how many tokens of this step its responses may keep; of a group that is
+            not named here: all.
+        level: The largest limit; None: there are no limits.
         first_steps: The step in which each trained group was begun.
 
     Example: ``StepGroups(3, groups=[12, 14], refused=[13], end=15)``.
@@ -99,12 +99,12 @@ class StepGroups:
 
 
 class Admission(NamedTuple):
-    """The order in which a step takes new prompts, for their names: one that comes twice among
-    these groups needs two.
+    """The order in which a step takes new prompts. It decides on uids: a prompt that comes twice
+    among these groups needs two.
 
     Attributes:
-        step: It belongs to.
-        kept: Groups that are open since before.
+        step: The step whose order it is.
+        kept: Groups that are open from steps before.
         number: The group at each place of the order, from 0.
     """
 
@@ -120,7 +120,7 @@ class EndOfStep(ABC):
     Attributes:
         step: The next one, counted from 0.
         version: The newest weights that are published.
-        new: Responses that are wanted since the scheduler took them last.
+        new: Responses that were requested since the scheduler took them last.
         dropped: Groups that no step can need any more, since then.
         level: Tokens of a step after which its responses are paused; None: not known, or never.
     """
@@ -134,18 +134,18 @@ class EndOfStep(ABC):
         self.level: int | None = None
 
     def published(self, version: int) -> None:
-        """The weights of ``version`` exist."""
+        """Notes that the weights of ``version`` exist."""
         self.version = version
         self.admit()
 
     @abstractmethod
     def admit(self) -> None:
-        """Asks for what the steps want whose weights are there, if anything is missing."""
+        """Requests what is missing for the steps whose weights are published."""
 
     @property
     @abstractmethod
     def oldest_needed(self) -> int:
-        """The oldest weights that something is still to be sampled with."""
+        """Version of the oldest weights that something is still to be sampled with."""
 
     @property
     @abstractmethod
@@ -162,7 +162,7 @@ class EndOfStep(ABC):
         """A response has ended, ``num_tokens`` after the start of its step."""
 
     def paused(self, request: Request) -> None:
-        """A response has got as many tokens in its step as ``level`` lets it."""
+        """A response has sampled as many tokens in its step as ``level`` allows."""
         raise AssertionError("there is no level")
 
     @abstractmethod
@@ -183,7 +183,7 @@ class EndOfStep(ABC):
 
     @abstractmethod
     def admission(self, group: int) -> Admission:
-        """To that step."""
+        """The order of that step."""
 
     def begin_of(self, group: int) -> int:
         """The part of the step's ``level`` that had passed when the group was begun."""
@@ -195,7 +195,7 @@ class EndOfStep(ABC):
 
     @abstractmethod
     def skip_to(self, step: int) -> None:
-        """Between two steps: the next one is ``step``."""
+        """Called between two steps: the next one is ``step``."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -203,4 +203,4 @@ class EndOfStep(ABC):
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse. What ran is asked for again."""
+        """The inverse. Requests that were running are made again."""

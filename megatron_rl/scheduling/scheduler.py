@@ -84,8 +84,8 @@ class Scheduler:
         return self.rules.lockstep and (self.queue.num_waiting > 0 or may_want_more)
 
     def switch(self, worker: str, version: int) -> None:
-        """A worker has got other weights: newer ones, or in lockstep older ones, because those that
-        had them are gone."""
+        """A worker has got other weights: newer ones, or in lockstep older ones, because the
+        workers that had these are gone."""
         assert version <= self.version, f"version {version} is not published"
         self.queue.switch(worker, version)
 
@@ -106,8 +106,8 @@ class Scheduler:
         return aborts
 
     def finished(self, worker: str, request: Request, num_tokens: int = 0) -> bool:
-        """An answer, ``num_tokens`` after the start of its step; whether it counts. If not (it was
-        aborted, or is another worker's by now), it is to be dropped."""
+        """Notes an answer, ``num_tokens`` after the start of its step; returns whether it counts.
+        If not (it was aborted, or is another worker's by now), the caller drops it."""
         counts = self.queue.finish(worker, request)
         if counts:
             self.end.ended(request, num_tokens)
@@ -115,7 +115,7 @@ class Scheduler:
         return counts
 
     def paused(self, worker: str, request: Request) -> bool:
-        """A response has got as many tokens in its step as ``level`` lets it, or more."""
+        """A response has sampled as many tokens in its step as ``level`` allows, or more."""
         counts = self.queue.finish(worker, request)
         if counts:
             self.end.paused(request)
@@ -127,8 +127,8 @@ class Scheduler:
         return None if level is None else max(0, level - self.end.begin_of(group))
 
     def judged(self, version: int, group: int, *, wanted: bool) -> None:
-        """Whether the method wants a whole group, whose requests named ``version``. What no step
-        can need any more is aborted; what is missing instead is admitted."""
+        """Takes whether the method wants a whole group, whose requests named ``version``. Aborts
+        what no step can need any more; admits what is missing instead."""
         self.end.judged(version, group, wanted=wanted)
         self._update()
 
@@ -166,13 +166,13 @@ class Scheduler:
     # State
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in plain values. What runs is asked for again."""
+        """What a checkpoint keeps, in plain values. Running requests are made again."""
         return {"version": self.version, "end": self.end.state()}
 
     @classmethod
     def restored(cls, rules: StepRules, state: Mapping[str, Any]) -> Scheduler:
-        """One that resumes from ``state``, without workers."""
-        # Made with weights older than any, so that it admits nothing before the saved is in.
+        """A scheduler that resumes from ``state``, without workers."""
+        # Made with weights older than any, so that it admits nothing before its state is restored.
         scheduler = cls(rules, version=-1)
         scheduler.version = state["version"]
         scheduler.end.restore(state["end"])

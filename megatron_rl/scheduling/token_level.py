@@ -1,10 +1,10 @@
 """Partial rollouts: a step ends when enough groups are whole; the other responses continue in the
 next step with their tokens, sampled by its weights.
 
-When that is must not depend on timing. So a step ends at a *level*, a number of tokens that each
-response gets in it, and not at a moment: at the least level at which ``groups_per_step`` = P groups
-are whole. A response that is ahead of it waits, and what was sampled beyond it is discarded. It
-follows from lengths alone::
+When a step ends must not depend on timing. So it ends not at a moment but at a *level*, a number of
+tokens that each response samples in it: the least level at which ``groups_per_step`` = P groups are
+whole. A response that is ahead of the level waits, and what was sampled beyond it is discarded. The
+level follows from lengths alone::
 
     level of a group in a step: most tokens that one of its responses still takes to its end
     level of the step: the P-th smallest level of its groups, but at least that of every group
@@ -14,13 +14,13 @@ follows from lengths alone::
 
 Under dynamic sampling only wanted groups count towards P. A group that is refused at level l is
 replaced in its slot: the new one begins at l, and l counts into its level. So the F slots are F
-clocks that run alike, and what has happened by a level follows from lengths and verdicts; which
-prompt takes whose place, too: the r-th replacement in slot i is prompt r F + i of the step's new
+clocks that run alike, and what has happened by a level follows from lengths and verdicts. So does
+which prompt replaces which: the r-th replacement in slot i is prompt r F + i of the step's new
 ones. A prompt that was not begun by the level of the step is among the first new ones of the next.
 
-As groups come to their ends the bound that is known falls, and ``level`` says it: a response that
-has got so many tokens in this step is paused. The bound is the level when nothing runs below
-it. A level can be 0: where enough groups became whole with the level of the step before.
+``level`` is an upper bound of the level, which falls as groups end: a response that has sampled so
+many tokens in this step is paused. The bound is the level when nothing runs below it. A level can
+be 0: where enough groups became whole with the level of the step before.
 
 Invariants, checked after random events: a group is trained once, whole, and no later than
 ``max_age`` steps after the one it was begun in; groups and levels are those of a plain computation
@@ -60,8 +60,8 @@ class OpenGroup:
 
     @property
     def level(self) -> int:
-        """Of a group that is whole. One that takes another's place takes a token at least: what
-        begins at the level of a step is then not of this step."""
+        """The level of a whole group. A replacement counts as one token at least, so that a group
+        that begins at the level of a step does not belong to this step."""
         return self.begin + max([min(1, self.number_in_slot), *self.ends.values()])
 
 
@@ -222,7 +222,7 @@ class TokenLevel(EndOfStep):
         self._ask(number)
 
     def _bound(self) -> None:
-        """What is known of the level of the step."""
+        """Sets ``level`` to what is known of the level of the step."""
         self.level = self._known_level()
         if self.level is None:
             return
@@ -267,7 +267,7 @@ class TokenLevel(EndOfStep):
         )
 
     def _note_gaps(self) -> None:
-        """Before groups leave: the prompts that the next step may begin first."""
+        """Called before groups leave: notes the prompts that the next step may begin first."""
         new = self._groups.keys() - set(self._kept)
         following = max([self._next, *(number + 1 for number in new)])
         there = [*self._gaps, *range(self._next, following)]

@@ -28,15 +28,15 @@ from megatron_rl.scheduling.work import Request
 
 @dataclass
 class KeptShare:
-    """The share of groups that the method has wanted of late; a step counts half of the next."""
+    """The share of groups that the method wanted lately; a step counts half as much as the next."""
 
     wanted: float = 0.0
     seen: float = 0.0
 
     @property
     def value(self) -> float:
-        """1 before anything is known; never 0, which would ask for groups without end: as if one
-        group more had been seen, and wanted."""
+        """As if one more group had been seen, and wanted: 1 before anything is known, and never 0,
+        which would ask for groups without end."""
         return (self.wanted + 1) / (self.seen + 1)
 
     def note(self, wanted: int, seen: int) -> None:
@@ -80,14 +80,14 @@ class Batch:
         return self.start + self._decided if self.is_complete else None
 
     def decided(self, *, wanted: bool) -> list[int]:
-        """Those of a complete batch that were looked at and are wanted, or are not."""
+        """The groups of a complete batch that were looked at, and are (not) ``wanted``."""
         assert self.is_complete, "a batch that is not complete"
         looked_at = range(self.start, self.start + self._decided)
         return [group for group in looked_at if self.verdicts[group] == wanted]
 
     @property
     def groups(self) -> range:
-        """Those that are admitted here."""
+        """The groups that are admitted to this batch."""
         return range(self.start, self.start + self.admitted)
 
     def judge(self, group: int, *, wanted: bool) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class Request(NamedTuple):
-    """One response that is wanted, and the weights that it is wanted of.
+    """A response to sample, and the version of the weights to sample it with.
 
     Requests are handed out in this order: of the oldest version first, then in prompt order.
 
@@ -34,7 +34,7 @@ class Request(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Names the response, of whatever weights."""
+        """Names the response, whatever its weights."""
         return self.group, self.response
 
 
@@ -68,7 +68,7 @@ class WorkQueue:
         self.workers: dict[str, Worker] = {}
         self._exact = exact
         self._waiting: dict[int, list[Request]] = {}  # by version, each a heap
-        self._place: dict[Request, str] = {}  # of those that run
+        self._place: dict[Request, str] = {}  # the worker of each running request
         self._worker_of_group: dict[int, str] = {}  # that took the last request of a group
 
     @property
@@ -80,12 +80,12 @@ class WorkQueue:
         return len(self._place)
 
     def join(self, name: str, capacity: int, version: int) -> None:
-        """A worker that is new, or comes back."""
+        """Adds a worker that is new, or comes back."""
         assert name not in self.workers, f"worker {name} is there already"
         self.workers[name] = Worker(capacity, version)
 
     def leave(self, name: str) -> None:
-        """A worker is gone; what it ran waits again. Does nothing twice."""
+        """Removes a worker; what it ran waits again. Does nothing if it is gone already."""
         if name in self.workers:
             self.recall(name)
             del self.workers[name]
@@ -193,8 +193,8 @@ class WorkQueue:
         return self._place.get(request) == name
 
     def finish(self, name: str, request: Request) -> bool:
-        """An answer; whether it counts. It does from the worker that has the request: not when that
-        was cancelled meanwhile, or given to another because this one was thought to be gone."""
+        """Notes an answer; returns whether it counts. It does from the worker that has the request:
+        not when that was cancelled, or given to another because this one was thought to be gone."""
         if not self.runs(name, request):
             return False
         del self._place[request]
@@ -210,7 +210,7 @@ class WorkQueue:
         """Forgets the requests of some groups; returns those that run, for the caller to abort."""
         for version, heap in self._waiting.items():
             kept = [request for request in heap if request.group not in groups]
-            heapq.heapify(kept)  # what is left of a heap is none
+            heapq.heapify(kept)  # removing entries has broken the order of the heap
             self._waiting[version] = kept
         places = self._place.items()
         running = [Assignment(name, one) for one, name in places if one.group in groups]
