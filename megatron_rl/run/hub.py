@@ -93,7 +93,7 @@ def fetch_weights(config: Config, world: World, patterns: Sequence[str] = _ALL) 
 
 
 def _named(path: str) -> re.Match[str] | None:
-    """A local folder comes first."""
+    """``path`` as a name on the hub; None where it is no such name, or exists on this machine."""
     return None if Path(path).exists() else _NAME.fullmatch(path)
 
 

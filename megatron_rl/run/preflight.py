@@ -48,8 +48,8 @@ def claim(config: Config, launch_id: str) -> None:
 
 
 def check_before_build(config: Config, start: ResumePoint, keep_reference: bool) -> None:
-    """An engine can be built here, the checkpoint fits the model, the disk has room, services have
-    their keys (rank 0).
+    """On rank 0: checks that an engine can be built here, the checkpoint fits the model, the disk
+    has room, and services have their keys.
 
     Raises:
         ValueError: one of these is not so.

@@ -32,8 +32,8 @@ def check_token(repo: str | None) -> None:
 
 
 def push_export(config: Config, world: World) -> None:
-    """Writes the card into the export of a run and uploads it to ``hub.push`` on rank 0. Nothing,
-    where the run has been stopped and is to be resumed.
+    """Writes the card into the export of a run and uploads it to ``hub.push`` on rank 0. Does
+    nothing where the run has been stopped and is to be resumed.
 
     A repository that is not there is made, and is private: who may read it is decided there.
 

@@ -80,8 +80,8 @@ class RunFolder:
         self._saved_at = monotonic()  # read on rank 0
 
     def prepare(self, data: str | None = None) -> ResumePoint:
-        """Collective: takes the folder for this run and finds where it resumes. Before the engines
-        are built, which takes long.
+        """Collective: takes the folder for this run and finds where it resumes. Call it before the
+        engines are built, which takes long.
 
         Args:
             data: fingerprint of the training prompts.
@@ -159,7 +159,7 @@ class RunFolder:
         self._saved_at = monotonic()
 
     def save_unless_there(self, step: int, policy: Policy, source: RolloutSource) -> None:
-        """Collective. A whole checkpoint of ``step``: the run has to wait and may end meanwhile."""
+        """Collective. For a run that has to wait and may end meanwhile: a whole checkpoint."""
         self.check_save(wait=True)
         if not self._world.from_main(step_path(self.path / CHECKPOINTS, step).exists):
             self.save(step, policy, source)
@@ -245,7 +245,7 @@ class RunFolder:
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
     def _restore_data(self, source: RolloutSource, extra: Mapping[str, Any]) -> None:
-        """Position in the prompts, and signals; their start where other data are allowed."""
+        """Restores the position in the prompts, and signals; other data, if allowed, start anew."""
         try:
             source.restore(extra["rollouts"])
             self.signals.restore(extra["signals"])
@@ -286,7 +286,7 @@ class RunFolder:
         if missing := missing_steps(self.path / METRICS, max(last, 0)):
             logger.warning(
                 "%s lacks the rows of %d steps before the checkpoint (first: step %d): curves and"
-                " tables will not have them; put the file of before back to keep them",
+                " tables will not have them; put the earlier file back to keep them",
                 self.path / METRICS,
                 len(missing),
                 missing[0],

@@ -102,8 +102,8 @@ def _with_date_of(record: dict[str, Any] | None, config: Config, today: str | No
 
 
 def _with_steps_of(record: dict[str, Any], config: Config) -> Config:
-    """``config`` with the steps that as many epochs have been in the run so far, whose prompts are
-    the same. None where they have not been counted."""
+    """``config`` with the number of steps that the same epochs had in the run so far, whose prompts
+    are the same; None where they have not been counted."""
     written = record["trainer"]
     trainer = config.trainer
     if trainer.num_steps is not None or written.get("num_epochs") != trainer.num_epochs:

@@ -317,7 +317,7 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     if config.method.perception is not None and "vision_config" not in hf_config:
         yield (
             f"method.name = {config.method.name}: masks images, and the model of model.path ="
-            f" {config.model.path} sees none; give one that does (Qwen-VL), or choose another"
+            f" {config.model.path} takes none; give one that does (Qwen-VL), or choose another"
             " method"
         )
     replay = config.rollout.router_replay

@@ -160,7 +160,7 @@ def least_cache_bytes(
 
 
 def token_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
-    """Keys and values of one token on one rank, of the longest stage."""
+    """Bytes of the keys and values of one token, on one rank of the longest stage."""
     # Where ranks outnumber the key-value heads, several hold the same head.
     heads_of_rank = max(1, sizes.num_kv_heads // rollout.tensor)
     layers = longest_engine_stage(sizes.num_layers, rollout.pipeline)
@@ -170,7 +170,7 @@ def token_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
 
 
 def state_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
-    """Of one sequence on one rank, of the longest stage: what layers with linear attention keep of
-    it, however long it is."""
+    """Bytes that layers with linear attention keep of one sequence, however long it is, on one rank
+    of the longest stage."""
     layers = longest_engine_stage(sizes.linear_layers, rollout.pipeline)
     return layers * sizes.state_numbers * ITEM_BYTES["float32"] // rollout.tensor

@@ -81,7 +81,7 @@ def model_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]
 
 
 def longest_engine_stage(num_layers: int, pipeline: int) -> int:
-    """Layers of it."""
+    """The most layers that a pipeline stage of an engine has."""
     return max(map(len, engine_stages(num_layers, pipeline)))
 
 

@@ -46,7 +46,7 @@ def source_problems(config: Config) -> Iterator[str]:
 
 
 def _hinted(config: Config) -> Iterator[str]:
-    """What goes with solutions, which the hook ghpo reads, and none beside it."""
+    """Problems of solutions, which only the hook ghpo reads, and of what does not go with it."""
     column, ratios = config.data.columns.solution, list(config.data.hint_ratios)
     key = "rollout_hooks.ghpo"
     if "ghpo" not in config.rollout_hooks:

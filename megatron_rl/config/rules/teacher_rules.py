@@ -11,14 +11,14 @@ from megatron_rl.loss.method import Method
 
 
 def teachers(model: ModelConfig) -> tuple[str, ...]:
-    """Their folders, each once."""
+    """The folders of the teachers, each once."""
     if isinstance(model.teacher, dict):
         return tuple(dict.fromkeys(model.teacher.values()))
     return () if model.teacher is None else (model.teacher,)
 
 
 def teacher_of(model: ModelConfig, source: str) -> str | None:
-    """The folder of the one that is asked about prompts of this ``data_source``."""
+    """The folder of the teacher that is asked about prompts of this ``data_source``."""
     return model.teacher.get(source) if isinstance(model.teacher, dict) else model.teacher
 
 

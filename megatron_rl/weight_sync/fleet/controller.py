@@ -113,7 +113,7 @@ class FleetController:
         return self._each((lambda server: server.alive()) if staged else self._pause)[1]
 
     def _pause(self, server: HttpServer) -> None:
-        """One that cannot pause resumes."""
+        """Pauses a server. One that cannot pause resumes."""
         try:
             server.pause(self.in_flight)
         except NotReachedError:
@@ -151,7 +151,7 @@ class FleetController:
         self._begin_step(step, carry_out)
 
     def _has_ended(self, step: str, name: str) -> bool:
-        """Raises ConnectionError where the report of its workers is overdue."""
+        """Whether its workers have reported the end. Raises ConnectionError where overdue."""
         assert self._barrier is not None, "connect first"
         if self._barrier.has_reported(step, self._ranks[name]):
             return True
@@ -162,7 +162,7 @@ class FleetController:
         return False
 
     def _expect_reports(self) -> None:
-        """This side has ended its part of the step."""
+        """Begins to wait for reports: this side has ended its part of the step."""
         self._report_by = min(self._report_by, time.monotonic() + self.options.timeout_s)
 
     def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
@@ -248,7 +248,7 @@ class FleetController:
         return {} if self._is_staged else self._each(lambda server: server.cancel(), names)[1]
 
     def _all(self, command: Callable[[HttpServer], Answer]) -> dict[str, Answer]:
-        """The answers of all servers. Raises ServersError when there are not so many."""
+        """The answers of all servers. Raises ServersError when one of them does not answer."""
         answers, lost = self._each(command)
         if lost:
             raise ServersError(lost)

@@ -84,7 +84,7 @@ class FleetSync(TrainingSide):
                 self._groups.pop(names).close()
 
     def _push(self, names: Names, done: FleetReport) -> list[Names]:
-        """One attempt. Returns whom to try again, and with whom."""
+        """One attempt. Returns the groups of servers to try again."""
         try:
             group = self._connected({name: done.servers[name] for name in names})
         except (OSError, RuntimeError, ValueError) as error:
@@ -104,7 +104,7 @@ class FleetSync(TrainingSide):
         return _again(names, pushed.updated, pushed.lost, pushed.problem, done)
 
     def _connected(self, servers: Mapping[str, str]) -> JointSync:
-        """Collective: the group of these servers and no others, which may have been in others."""
+        """Collective: the group of just these servers, which may have been in other groups."""
         names = tuple(servers)
         if names not in self._groups:
             for others in list(self._groups):
@@ -119,7 +119,7 @@ class FleetSync(TrainingSide):
 def _again(
     names: Names, updated: Sequence[str], lost: Mapping[str, str], problem: str, done: FleetReport
 ) -> list[Names]:
-    """After an attempt with ``names``: who is to be tried again, in which groups."""
+    """The groups in which servers are to be tried again, after an attempt with ``names``."""
     done.took |= set(updated)
     done.lost.update({name: first_line(WeightSyncError(why)) for name, why in lost.items()})
     left = tuple(name for name in names if name not in done.took and name not in lost)

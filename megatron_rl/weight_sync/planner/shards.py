@@ -66,7 +66,7 @@ def apart(shard: Shard) -> Iterator[Shard]:
 
 
 def count_tensors(names: Iterable[str]) -> int:
-    """How many they are before ``collect`` takes experts apart."""
+    """How many tensors these are before ``collect`` takes experts apart."""
     return len({name.partition("[")[0] for name in names})
 
 
