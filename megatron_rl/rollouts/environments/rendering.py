@@ -101,7 +101,7 @@ class MessageRendering:
             for other in others:
                 if first != other or _RESULT not in first:
                     raise ValueError(
-                        f"{self._where}: what it writes for a message of role {role} depends on"
+                        f"{self._where}: what it writes of a message of the role {role} depends on"
                         f" the turns before it ({first[:40]!r}, {other[:40]!r}), or leaves it out;"
                         " give the model a template that does not, or set env=single"
                     )

@@ -68,7 +68,7 @@ def test_a_role_that_was_not_named_is_tried_when_it_comes() -> None:
         # Leaves the answers of earlier turns out, as of models that think.
         (
             TEMPLATE.replace(CONTENT, f"{{% if loop.last %}}{CONTENT}{{% endif %}}"),
-            "writes earlier turns otherwise",
+            "writes earlier turns differently",
         ),
         (TEMPLATE.replace("@", "#"), "does not end an answer with '@'"),
         (TEMPLATE.replace("{% for", "{{ raise_exception('roles') }}{% for"), "fails at messages"),
