@@ -212,7 +212,7 @@ HINT = "hint_ratio"  # key in ``Prompt.extra``: how much of its solution the pro
 class Ghpo(SamplingHook):
     """A group that is all wrong is replaced by a new one, of the prompt with a part of its
     solution, and that by one with the next larger part, until a response is correct. The group with
-    the largest part stays also when all wrong. Source: arXiv 2507.10628, its released code."""
+    the largest part stays even if all wrong. Source: arXiv 2507.10628, its released code."""
 
     from_step: Count = 1
 

@@ -2,7 +2,7 @@
 
 Every rank knows the lengths of all rows, so every rank computes the same plan of which
 data-parallel rank works on which row, without communication. A row goes to the first rank of that
-data-parallel rank, its owner, and from there to those that hold the other parts of the same model.
+data-parallel rank, its owner, and from there only to those that hold other parts of this model.
 
 The plan of a pass over all rows gives each row its owner for the step, where its scores stay. A
 minibatch has a plan of its own: its rows are known only after the credit, and later epochs shuffle

@@ -27,10 +27,10 @@ class RequestFailures:
     """Counts failures, by server and by request.
 
     A request that fails goes to another server. A server that fails twice without an answer in
-    between is marked dead. Where ``MOST_SERVERS``, one after the other, have failed at one request
-    or were lost while they had it, the run ends: a prompt that ends every server it is sent to
-    would end them all. Counted by request, not by prompt: a machine that fails takes several
-    servers along, which may have had responses to one prompt."""
+    between is marked dead. Where ``MOST_SERVERS`` servers, one after the other, have failed at one
+    request or were lost while they had it, the run ends: a prompt that ends every server it is sent
+    to would end them all, again and again. Counted by request, not by prompt: a machine that fails
+    takes several servers along, which may have had responses to one prompt."""
 
     _of_server: Counter[str] = field(default_factory=Counter)  # since its last answer
     _at_request: dict[Asked, set[str]] = field(default_factory=dict)  # servers
@@ -52,7 +52,7 @@ class RequestFailures:
         return self._of_server[server] > 1
 
     def broke_off(self, server: str, requests: Iterable[Asked], why: str) -> None:
-        """Notes that a server was lost while it had these requests. Raises PromptFailureError."""
+        """Notes that a server failed while it had these requests. Raises PromptFailureError."""
         for asked in requests:
             self._at_request.setdefault(asked, set()).add(server)
         if not self.fatal:
@@ -74,9 +74,9 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class RequestTimeouts:
-    """A request is overdue after ``factor`` times the seconds that a response of its full length
-    would take, but not before a minute. These are the median seconds per token of the last answers
-    times the tokens that the request may have. Before the first answer nothing is overdue.
+    """A request is overdue after ``factor`` times the time that a response of its full length is
+    expected to take, but not before a minute. Expected are the median seconds per token of the last
+    answers, times the tokens that the request may have. Before the first answer nothing is overdue.
     ``factor``: None: no request is ever overdue.
 
     Example: answers of 100 tokens take 5 s, the factor is 4: 800 s where 4,000 tokens are allowed,

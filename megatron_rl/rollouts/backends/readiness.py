@@ -44,8 +44,8 @@ class Server:
 
 
 class FleetReadiness:
-    """Whether what the main thread waits for is there; None: not yet. Servers are named;
-    ``newcomers``: URLs of those that want to join, by name."""
+    """What the main thread waits for, as the state of the servers allows it; None: not yet.
+    ``newcomers``: URLs of servers that want to join, by name."""
 
     def __init__(self, dispatcher: Dispatcher, recall: Callable[[str], None]) -> None:
         """``recall``: takes back the requests of a server."""

@@ -29,7 +29,7 @@ from megatron_rl.types import Completion, Prompt, Sampling, Score
 
 
 def check_versions(request: Request, completion: Completion, *, exact: bool) -> None:
-    """Raises ValueError for a response of other weights; ``exact``: of newer ones, too."""
+    """Raises ValueError for a response of older weights, or, where ``exact``, of any others."""
     versions = [span.version for span in completion.spans]
     wrong = versions != [request.version] if exact else min(versions) < request.version
     if wrong:

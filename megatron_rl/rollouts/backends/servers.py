@@ -116,7 +116,7 @@ class ServerBackend:
 
     def drained(self, version: int) -> Mapping[str, str] | FleetEvent:
         """Waits until every server may get weights of ``version`` (where weights are staged: until
-        the last ones are in use everywhere); returns the servers that are to get them. A
+        those staged before are in use everywhere); returns the servers that are to get them. A
         ``FleetEvent`` where no server is left to sample what needs the old weights."""
         return self._thread.call(self._thread.until(partial(self._readiness.drained, version)))
 

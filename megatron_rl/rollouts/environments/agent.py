@@ -122,7 +122,7 @@ def _filled(word: str, task: Mapping[str, Any]) -> str:
 def _server() -> tuple[asyncio.AbstractEventLoop, int]:
     """Event loop and port of this process's server, opened after a worker is forked. One thread
     for all agents: many would take the address space that a worker may have."""
-    from aiohttp import web  # vLLM depends on it; takes half a second, so only runs with agents
+    from aiohttp import web  # by vLLM; imported here as it takes half a second
 
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})

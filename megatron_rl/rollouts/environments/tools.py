@@ -110,8 +110,8 @@ def _value(node: ast.AST) -> int | float:
 
 
 def python_tool(settings: EnvironmentSettings, scripts: list[str]) -> Callable[[str], str]:
-    """The tool ``python``: runs a script in the sandbox of ``reward.sandbox``, after those of
-    ``scripts``, with the same random numbers and no output; then it is added to ``scripts``."""
+    """The tool ``python``: runs a script in the sandbox of ``reward.sandbox`` and adds it to
+    ``scripts``, which run before it, with the same random numbers and their output discarded."""
 
     def python(code: str) -> str:
         """Runs a Python script and gives what it prints.
