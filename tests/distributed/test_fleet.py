@@ -191,7 +191,9 @@ def leave_the_trainer(tp: int, nodes: str, copies: int) -> None:
         part.tell(name, "end")
 
 
-@pytest.mark.parametrize(("nodes", "copies"), [("xyy", 2), ("yyy", 1)])
+@pytest.mark.parametrize(
+    ("nodes", "copies"), [pytest.param("xyy", 2, marks=pytest.mark.full), ("yyy", 1)]
+)
 @on_ranks(TRAINERS + 3)
 def test_each_byte_leaves_the_trainer_once_for_each_node(nodes: str, copies: int) -> None:
     leave_the_trainer(1, nodes, copies)

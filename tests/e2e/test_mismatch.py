@@ -41,6 +41,7 @@ def table_of(folder: Path, name: str, step: int, *settings: str) -> tuple[dict, 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_an_engine_in_16_bits_is_the_cause(folder: Path) -> None:
     """The parts add up to the gap that the run has logged, of all its tokens."""
     one_update = "batch.prompts_per_minibatch=8"
@@ -57,6 +58,7 @@ def test_an_engine_in_16_bits_is_the_cause(folder: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_mask_of_the_sampler_is_no_gap_and_would_be_one(folder: Path) -> None:
     settings = ("rollout.top_k=3", "rollout.top_p=0.7", "batch.prompts_per_minibatch=8")
     causes, text, _ = table_of(folder, "truncated", 1, *SETTINGS, *settings)

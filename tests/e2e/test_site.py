@@ -32,6 +32,9 @@ FOUND = """new Promise(found => {
 })"""
 
 
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("docs") / "site"
@@ -88,7 +91,6 @@ def address(site) -> Iterator[str]:
     server.shutdown()
 
 
-@pytest.mark.full
 @NEEDS_CHROMIUM
 @pytest.mark.parametrize("width", [400, 900, 1400])
 @pytest.mark.parametrize("page", ["index", "guides/methods", "reference/loss"])
@@ -98,7 +100,6 @@ def test_a_browser_shows_the_site(address, tmp_path, page, width):
     assert wide <= 0
 
 
-@pytest.mark.full
 @NEEDS_CHROMIUM
 def test_the_search_finds_a_method(address, tmp_path):
     complaints, results = seen(f"{address}/index.html?q=a_grae", tmp_path, 1400, FOUND)

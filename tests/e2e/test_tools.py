@@ -58,7 +58,7 @@ def gaps(tensors: dict[str, Tensor], sampled: Tensor) -> Tensor:
     ("name", "layout"),
     [
         # Prompts are shared and sequences packed, but where it says otherwise.
-        ("tensor", ()),
+        pytest.param("tensor", (), marks=full),
         pytest.param("data", ("parallel=single", "rollout.tensor=1"), marks=full),
         pytest.param("pipeline", ("parallel=pp2", "rollout.tensor=1"), marks=full),
         pytest.param("context", CONTEXT, marks=full),

@@ -70,9 +70,8 @@ def _case(
     return Case(f"{model}-{processes}-{marks}", model, processes, layout, full, layers)
 
 
-# The core tier has every family and every value of each field; a layout that is part of a larger
-# one of the core tier (tensor ranks alone, beside tensor ranks with recomputation) is in the full
-# one.
+# The core tier has every family on one rank, and every value of each field with some family; all
+# families in all layouts are in the full one.
 _LISTED = [
     _case("qwen2", 1),
     _case("qwen3", 1),
@@ -84,8 +83,8 @@ _LISTED = [
     _case("phi3", 2, distributed_optimizer=True, full=True),
     _case("olmo2", 1, full=True),
     _case("olmo2", 2, tensor=2, full=True),
-    _case("olmo3", 1, full=True),
-    _case("olmo3", 2, tensor=2, sequence=True),
+    _case("olmo3", 1),
+    _case("olmo3", 2, tensor=2, sequence=True, full=True),
     _case("olmo3", 2, tensor=2, sequence=True, recompute="selective", full=True),
     _case("olmo3", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
     _case("olmo3", 2, distributed_optimizer=True, full=True),
@@ -110,22 +109,22 @@ _LISTED = [
     _case("llama", 2, context=2),
     _case("qwen3_moe", 2, expert=2),
     _case("qwen3_moe", 2, tensor=2, sequence=True, distributed_optimizer=True, full=True),
-    _case("gemma3", 2, tensor=2, sequence=True),
+    _case("gemma3", 2, tensor=2, sequence=True, full=True),
     _case("gemma3", 2, tensor=2, sequence=True, recompute="full", full=True),
     _case("gemma3", 2, tensor=2, recompute="selective", full=True),
     _case("gemma3", 2, pipeline=2, virtual_pipeline=2, full=True),
     _case("gemma3", 2, context=2, full=True),
     _case("gemma3", 2, distributed_optimizer=True, full=True),
-    _case("glm4_moe", 2, tensor=2, sequence=True, expert=2),
+    _case("glm4_moe", 2, tensor=2, sequence=True, expert=2, full=True),
     _case("glm4_moe", 2, pipeline=2, full=True),
     _case("glm4_moe", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
     _case("glm4_moe", 2, expert=2, distributed_optimizer=True, full=True),
     _case("glm4_moe", 2, tensor=2, sequence=True, recompute="selective", full=True),
-    _case("gpt_oss", 2, tensor=2, sequence=True, expert=2),
+    _case("gpt_oss", 2, tensor=2, sequence=True, expert=2, full=True),
     _case("gpt_oss", 2, tensor=2, sequence=True, recompute="selective", full=True),
     _case("gpt_oss", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
     _case("gpt_oss", 2, expert=2, distributed_optimizer=True, full=True),
-    _case("qwen3_next", 2, tensor=2, sequence=True, expert=2),
+    _case("qwen3_next", 2, tensor=2, sequence=True, expert=2, full=True),
     _case("qwen3_next", 2, tensor=2, sequence=True, recompute="selective", full=True),
     _case("qwen3_next", 2, pipeline=2, virtual_pipeline=2, recompute="full", full=True),
     _case("qwen3_next", 2, context=2, full=True),
@@ -245,7 +244,7 @@ TABLE: dict[str, tuple[int, dict[str, Any], bool]] = {
     "tensor": (2, dict(tensor=2), False),
     "interleaved": (2, dict(pipeline=2, virtual_pipeline=2), True),
     "context": (2, dict(context=2), False),
-    "experts_expert": (2, dict(expert=2), False),
+    "experts_expert": (2, dict(expert=2), True),
     "pipeline": (2, dict(pipeline=2), True),
     "data": (2, {}, True),
     "sequence": (2, dict(tensor=2, sequence=True), True),

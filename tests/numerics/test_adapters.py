@@ -30,7 +30,6 @@ CORE = (
     Case("tp2_sp", 2, {"tensor": 2, "sequence": True}),
     Case("dp2_overlap", 2, OVERLAPPED),
     Case("experts_ep2", 2, {"expert": 2}, model="qwen3_moe", lora=ATTENTION),
-    Case("latent_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="deepseek_v3", lora=ATTENTION),
 )
 FULL = (
     Case("one"),
@@ -63,6 +62,7 @@ FULL = (
     Case("sinks_ep2", 2, {"expert": 2}, model="gpt_oss", lora=ATTENTION),
     Case("sinks_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="gpt_oss", lora=ATTENTION),
     Case("sinks_pp2", 2, {"pipeline": 2}, model="gpt_oss", lora=ATTENTION),
+    Case("latent_tp2_sp", 2, {"tensor": 2, "sequence": True}, model="deepseek_v3", lora=ATTENTION),
     Case("latent", model="deepseek_v3", lora=ATTENTION),
     Case("latent_pp2", 2, {"pipeline": 2}, model="deepseek_v3", lora=ATTENTION),
     Case("latent_ep2", 2, {"expert": 2}, model="deepseek_v3", lora=ATTENTION),

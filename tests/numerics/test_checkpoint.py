@@ -160,7 +160,18 @@ def written(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 OF_FULL_TIER = (
     *("tp2_bf16", "dp2", "dp2_bf16", "first_dense", "first_dense_bf16", "experts"),
-    *("windows", "sinks", "delta_bf16", "sinks_bf16", "four_matrices", "fused_files"),
+    *(
+        "latent",
+        "delta",
+        "heads_norm",
+        "windows_bf16",
+        "windows",
+        "sinks",
+        "delta_bf16",
+        "sinks_bf16",
+        "four_matrices",
+        "fused_files",
+    ),
     *(
         "adapters_fused",
         "adapters_first_dense",

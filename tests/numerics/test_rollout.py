@@ -67,6 +67,7 @@ def test_one_process(one_process, name):
     assert not verdict(one_process, name), verdict(one_process, name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cases_of(TWO_PROCESSES))
 def test_tensor_parallel(tensor_parallel_job, name):
     assert not verdict(tensor_parallel_job, name, ranks=2), verdict(

@@ -75,9 +75,9 @@ up() {
         --log-file="$dir/munged.log" --seed-file="$dir/munged.seed"
     wait_for 10 munged munge --socket="$dir/munge.sock" --no-input
     slurmctld -c -i
-    wait_for 20 slurmctld sinfo -h
+    wait_for 60 slurmctld sinfo -h
     for number in $(seq "$nodes"); do slurmd -c -N "node$number"; done
-    wait_for 20 "one of the nodes" all_idle
+    wait_for 60 "one of the nodes" all_idle
     echo "export SLURM_CONF=$dir/slurm.conf"
 }
 
