@@ -29,6 +29,7 @@ write_configuration() {
 ClusterName=local
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$base_port
+FirstJobId=$base_port
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -58,6 +59,14 @@ EOF
     printf '%s\n' CgroupPlugin=cgroup/v1 CgroupAutomount=no ConstrainCores=no ConstrainRAMSpace=no ConstrainDevices=no >"$dir/cgroup.conf"
 }
 
+port_in_use() { # any of the ports of the controller and the nodes
+    local port
+    for port in $(seq "$base_port" $((base_port + nodes))); do
+        ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || return 0
+    done
+    return 1
+}
+
 all_idle() { [ "$(sinfo -h -N -o %T | grep -c '^idle$')" = "$nodes" ]; }
 
 up() {
@@ -65,6 +74,7 @@ up() {
         command -v "$program" >/dev/null || fail "$program is missing. On Debian: apt-get install slurmctld slurmd slurm-client munge"
     done
     [ ! -e "$dir/slurm.conf" ] || fail "$dir is in use: stop it with down"
+    while port_in_use; do base_port=$((base_port + 64)); done
     mkdir -p "$dir/state"
     chmod 755 "$dir"
     for number in $(seq "$nodes"); do mkdir -p "$dir/spool-node$number"; done
@@ -75,9 +85,9 @@ up() {
         --log-file="$dir/munged.log" --seed-file="$dir/munged.seed"
     wait_for 10 munged munge --socket="$dir/munge.sock" --no-input
     slurmctld -c -i
-    wait_for 60 slurmctld sinfo -h
+    wait_for 20 slurmctld sinfo -h
     for number in $(seq "$nodes"); do slurmd -c -N "node$number"; done
-    wait_for 60 "one of the nodes" all_idle
+    wait_for 20 "one of the nodes" all_idle
     echo "export SLURM_CONF=$dir/slurm.conf"
 }
 
@@ -106,7 +116,9 @@ down() { # only what `up` started, by the numbers it wrote down
 action=${1:-}
 dir=${2:-}
 nodes=${3:-2}
-base_port=16817
+# By the process, so that two clusters may run at the same time; below 20000, where the ports of jobs begin (train.sbatch), which follow
+# from their ids.
+base_port=$((10000 + $$ % 150 * 64))
 [[ $dir = /* ]] || fail "usage: bash tools/slurm/local_cluster.sh up|down DIR [N], DIR absolute"
 case $action in
     up | down) "$action" ;;
