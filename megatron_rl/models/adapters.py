@@ -10,7 +10,12 @@ from dataclasses import replace
 
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.models.base import Architecture, Kind, Slot
-from megatron_rl.models.parameter_map import ADAPTER, Parameter, hf_shapes, layer_parameters
+from megatron_rl.models.parameter_map import (
+    Parameter,
+    adapter_module,
+    hf_shapes,
+    layer_parameters,
+)
 
 # Of linear layers; norms, routers and embeddings are none.
 _KINDS = ("qkv", "gate_up", "columns")
@@ -36,14 +41,6 @@ def is_adapted(parameter: Parameter) -> bool:
     # Latent and linear attention have other kinds, and say their shapes.
     is_matrix = "self_attention" in slot.megatron and len(slot.shape) == 2
     return (slot.kind in _KINDS or is_matrix) and slot.megatron.endswith(".weight")
-
-
-def adapter_module(weight: str) -> str:
-    """Name of the module with the adapters of a ``weight``.
-
-    Example: ``adapter_module("mlp.linear_fc2.weight")`` is "mlp.linear_fc2_adapter".
-    """
-    return weight.removesuffix(".weight") + ADAPTER
 
 
 def _slots(parameter: Parameter, arch: Architecture, rank: int) -> Iterator[Slot]:

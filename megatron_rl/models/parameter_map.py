@@ -87,13 +87,26 @@ def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     return [_parameter(slot, prefix, layer) for slot in slots]
 
 
+def adapter_module(weight: str) -> str:
+    """Name of the module with the adapters of a ``weight``.
+
+    Example: ``adapter_module("mlp.linear_fc2.weight")`` is "mlp.linear_fc2_adapter".
+    """
+    return weight.removesuffix(".weight") + ADAPTER
+
+
 def adapter_parameters(arch: Architecture, layer: int) -> list[Parameter]:
     """The adapters of one layer. They are no parameters of the model: see ``models.adapters``."""
+    if not arch.adapter_slots:
+        return []
+    weights = layer_parameters(arch, layer)
+    modules = {adapter_module(each.slot.megatron) for each in weights}
     prefix = f"{arch.text_prefix}layers.{layer}."
-    weights = [each.slot.megatron for each in layer_parameters(arch, layer)]
-    hosts = tuple(name.removesuffix(".weight") + ADAPTER + "." for name in weights)
-    slots = [slot for slot in arch.adapter_slots if slot.megatron.startswith(hosts)]
-    return [_parameter(slot, prefix, layer) for slot in slots]
+    return [
+        _parameter(slot, prefix, layer)
+        for slot in arch.adapter_slots
+        if slot.megatron.rpartition(".")[0] in modules
+    ]
 
 
 def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:

@@ -31,11 +31,12 @@ from torch import Tensor
 from megatron_rl.checkpoints import peft_format
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.models import Architecture, Slot
-from megatron_rl.models.adapters import adapter_module, is_adapted
+from megatron_rl.models.adapters import is_adapted
 from megatron_rl.models.base import Kind
 from megatron_rl.models.parameter_map import (
     ADAPTER,
     Parameter,
+    adapter_module,
     layer_parameters,
     local_shape,
     part_of,
@@ -75,14 +76,14 @@ class Adapter(torch.nn.Module):
         self.enabled = True
         self._cut = {}
         self._halves: str | None = None  # a B whose rows are those of gate, then those of up
-        self._parts = {}  # Bs of linear attention
+        # Bs of the inputs of linear attention, which lie in parts
+        self._parts = {slot.megatron.rsplit(".", 1)[-1]: slot.parts for slot in slots if slot.parts}
         for slot, size in zip(slots, sizes, strict=True):
             name = slot.megatron.rsplit(".", 1)[-1]
             parameter = torch.nn.Parameter(torch.zeros(size))
             if slot.kind in _AXES:
                 self._cut[name] = _AXES[slot.kind]
                 self._halves = name if slot.kind == "gate_up" else self._halves
-                self._parts |= {name: slot.parts} if slot.kind == "parts" else {}
             else:
                 cast(Any, parameter).sequence_parallel = host.sequence_parallel
             self.register_parameter(name, parameter)

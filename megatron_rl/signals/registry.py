@@ -107,8 +107,8 @@ class Signals:
             if self.num_likely and type(signal).extend is not Signal.extend:
                 raise ValueError(
                     f"method {config.method.name}: reads {_first_column(type(signal))}, which adds"
-                    " tokens to updates, and likely_logprobs, for which the sampler has named the"
-                    " most likely tokens beside sampled ones alone; leave one out"
+                    " tokens to updates, and likely_logprobs, which exist only for tokens that were"
+                    " sampled; leave one out"
                 )
             signal.check(prompts, config)
 
